@@ -1,0 +1,36 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help install test test-all demo bench clean
+.DEFAULT_GOAL := help
+
+help:  ## what can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot]'
+	@touch $@
+
+install: $(STAMP)  ## make .venv with the pinned versions
+
+test: $(STAMP)  ## lint, types and tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest -q
+
+test-all: test  ## the same and the slow tests
+	$(BIN)/pytest -q -m slow
+
+demo: $(STAMP)  ## the equality with the definition, and how time grows with length
+	$(BIN)/python -m transformer_vq.bench.demo
+
+bench: $(STAMP)  ## time and memory up to 131,072 tokens (about 20 minutes on two cores)
+	$(BIN)/python -m transformer_vq.bench.scaling --out benchmarks/scaling.json
+
+clean:  ## remove what was made
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

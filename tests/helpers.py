@@ -1,0 +1,149 @@
+"""What several tests share: comparison by relative RMS, random inputs, the slow reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from transformer_vq import ModelConfig
+from transformer_vq.ops.quadratic import Phi, quadratic_vq_attention
+from transformer_vq.ops.state import AttentionState
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def relative_rms(got: Tensor, want: Tensor) -> float:
+    """RMS of the difference over RMS of `want`, in float64."""
+    got, want = got.detach().double(), want.detach().double()
+    scale = want.square().mean().sqrt()
+    return float((got - want).square().mean().sqrt() / scale.clamp(min=1e-300))
+
+
+def assert_close(name: str, got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
+    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, want {tuple(want.shape)}"
+    tolerance = TOLERANCE[got.dtype] if tolerance is None else tolerance
+    if not want.any():
+        assert not got.any(), f"{name}: should be zero, largest is {got.abs().max():.3e}"
+        return
+    error = relative_rms(got, want)
+    largest = float((got.detach().double() - want.detach().double()).abs().max())
+    assert error <= tolerance, (
+        f"{name}: relative RMS {error:.3e} > {tolerance:.0e}, max {largest:.3e}"
+    )
+
+
+@dataclass
+class Inputs:
+    """Random arguments of `vq_attention`; the keys are codewords that carry a gradient."""
+
+    q: Tensor
+    k_hat: Tensor
+    z: Tensor
+    v: Tensor
+    codebook: Tensor
+    by_distance: Tensor
+    block_len: int
+
+    def leaves(self) -> dict[str, Tensor]:
+        return {"q": self.q, "k": self.k_hat, "v": self.v, "by_distance": self.by_distance}
+
+    def part(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """The positional arguments of `vq_attention` for tokens start to stop."""
+        at = slice(start, stop)
+        return (
+            self.q[..., at, :],
+            self.k_hat[..., at, :],
+            self.z[..., at],
+            self.v[..., at, :],
+            self.codebook,
+            self.by_distance[..., at, :],
+        )
+
+    def empty_state(self, compressive_cache: bool = True) -> AttentionState:
+        b, h, _, d_k = self.k_hat.shape
+        return AttentionState.empty(
+            b,
+            h,
+            self.block_len,
+            d_k,
+            self.v.shape[-1],
+            self.codebook.shape[1],
+            compressive_cache=compressive_cache,
+            dtype=self.v.dtype,
+        )
+
+
+def attention_inputs(
+    seq_len: int,
+    *,
+    block_len: int = 4,
+    b: int = 2,
+    h: int = 1,
+    g: int = 1,
+    d_k: int = 5,
+    d_v: int = 6,
+    n_code: int = 7,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+    requires_grad: bool = False,
+) -> Inputs:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    codebook = normal(h, n_code, d_k)
+    z = torch.randint(n_code, (b, h, seq_len), generator=generator)
+    k_hat = torch.stack([codebook[head, z[:, head]] for head in range(h)], dim=1)
+    inputs = Inputs(
+        q=normal(b, h, g, seq_len, d_k),
+        k_hat=k_hat,
+        z=z,
+        v=normal(b, h, seq_len, d_v),
+        codebook=codebook,
+        by_distance=normal(b, h, g, seq_len, block_len + 1),
+        block_len=block_len,
+    )
+    for leaf in inputs.leaves().values():
+        leaf.requires_grad_(requires_grad)
+    return inputs
+
+
+def block_starts(seq_len: int, block_len: int, cuts: tuple[int, ...] = ()) -> Tensor:
+    """The first token of the block that each token is in, for segments that begin at the cuts."""
+    edges = [0, *cuts, seq_len]
+    return torch.cat(
+        [
+            start + torch.arange(stop - start) // block_len * block_len
+            for start, stop in pairwise(edges)
+        ]
+    )
+
+
+def reference(
+    inputs: Inputs,
+    *,
+    phi: Phi | None = None,
+    window_only: bool = False,
+    cuts: tuple[int, ...] = (),
+) -> Tensor:
+    """Definition 3.1, the segments beginning at the cuts."""
+    starts = block_starts(inputs.q.shape[-2], inputs.block_len, cuts)
+    return quadratic_vq_attention(
+        inputs.q,
+        inputs.k_hat,
+        inputs.v,
+        inputs.by_distance,
+        phi=phi,
+        window_only=window_only,
+        block_starts=starts,
+    )
+
+
+def tiny_config(**overrides) -> ModelConfig:
+    """A model small enough for anything: blocks of 4, 7 codes, 17 tokens."""
+    sizes = {"vocab_size": 17, "d_model": 16, "n_layer": 2, "d_k": 8, "n_code": 7, "block_len": 4}
+    return ModelConfig(**(sizes | overrides))

@@ -1,0 +1,209 @@
+"""The layers against Definition 3.1 written out from their weights."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, block_starts
+
+from transformer_vq import FullAttention, VQAttention
+from transformer_vq.ops.position import sinusoids
+
+D_MODEL, D_K, N_CODE, L = 12, 4, 7, 4
+HEAD_TYPES = ["shga", "mqa", "mha"]
+REDUCTIONS = ["auto", "serial", "matmul", "associative", "input_scan"]
+
+
+def make(kind: str, head_type: str, **options) -> VQAttention | FullAttention:
+    if kind == "vq":
+        options = {"n_code": N_CODE, "block_len": L} | options
+    layer = {"vq": VQAttention, "full": FullAttention}[kind]
+    layer = layer(D_MODEL, head_type=head_type, d_k=D_K, **options).double()
+    with torch.no_grad():  # u and v start at zero, where a mistake in them would not show
+        layer.u.normal_()
+        layer.v.normal_()
+    return layer
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def definition(layer, x: torch.Tensor, head_type: str, starts: torch.Tensor) -> torch.Tensor:
+    """Definition 3.1 from the weights, one query head at a time: the residual branch."""
+    seq_len = x.shape[1]
+    tau = D_K**0.5
+    is_vq = isinstance(layer, VQAttention)
+    x = norm(x)
+    q, k, v = layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)
+    distance = torch.arange(seq_len)[:, None] - torch.arange(seq_len)[None, :]
+    table = sinusoids(torch.arange(seq_len), D_MODEL, 1e5, torch.float64)
+    n_query_head = 1 if head_type == "shga" else D_MODEL // D_K
+    outputs = []
+    for n in range(n_query_head):
+        kv = n if head_type == "mha" else 0
+        at, kv_at = slice(n * D_K, (n + 1) * D_K), slice(kv * D_K, (kv + 1) * D_K)
+        values = v if head_type == "shga" else v[..., kv_at]
+        q_n, k_n = norm(q[..., at]) * tau**-0.5, norm(k[..., kv_at]) * tau**-0.5
+        u = layer.u.flatten()[at] * tau**-0.5
+        v_bias = layer.v.flatten()[at] * tau**-0.5
+        r = table @ layer.r_proj.weight[kv_at].T * tau**-0.5
+        if is_vq:
+            codebook = layer.quantizer.codebook[kv]
+            z = torch.cdist(k_n, codebook[None]).argmin(-1)
+            k_n = k_n + (codebook[z] - k_n).detach()
+        scores = torch.einsum("bik,bjk->bij", q_n + u, k_n)
+        if is_vq:
+            stopped = torch.einsum("bik,bjk->bij", q_n + u, k_n.detach())
+            live = torch.arange(seq_len)[None, :] >= starts[:, None] - L
+            scores = torch.where(live, scores, stopped)
+        bias = torch.einsum("bik,ijk->bij", q_n + v_bias, r[distance.clamp(min=0)])
+        scores = scores + (bias * (distance <= L) if is_vq else bias)
+        scores = scores.masked_fill(distance < 0, -torch.inf)
+        weighted = scores.softmax(-1) @ (F.silu(values) if head_type == "shga" else values)
+        outputs.append(weighted * F.silu(layer.g_proj(x)) if head_type == "shga" else weighted)
+    return layer.o_proj(torch.cat(outputs, dim=-1))
+
+
+def assert_layer_is_the_definition(layer, head_type, seq_len, cuts=()):
+    x = torch.randn(2, seq_len, D_MODEL, dtype=torch.float64, requires_grad=True)
+    state, parts = None, []
+    edges = [0, *cuts, seq_len]
+    for start, stop in itertools.pairwise(edges):
+        output = layer(x[:, start:stop], state)
+        state = output.state
+        parts.append(output.y)
+    got = torch.cat(parts, dim=1)
+    want = definition(layer, x, head_type, block_starts(seq_len, L, cuts))
+    assert_close("output", got, want)
+    leaves = {"x": x} | dict(layer.named_parameters())
+    probe = torch.randn_like(want)
+    got_grads = torch.autograd.grad((got * probe).sum(), list(leaves.values()))
+    want_grads = torch.autograd.grad((want * probe).sum(), list(leaves.values()))
+    for name, got_grad, want_grad in zip(leaves, got_grads, want_grads, strict=True):
+        assert_close(f"gradient of {name}", got_grad, want_grad)
+
+
+@pytest.mark.parametrize("cuts", [(), (2, 9)])
+@pytest.mark.parametrize("seq_len", [1, 3, 4, 17, 28])
+@pytest.mark.parametrize("head_type", HEAD_TYPES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_vq_attention_is_definition_3_1(reduction, head_type, seq_len, cuts):
+    layer = make("vq", head_type, reduction=reduction)
+    cuts = tuple(cut for cut in cuts if cut < seq_len)
+    assert_layer_is_the_definition(layer, head_type, seq_len, cuts)
+
+
+@pytest.mark.parametrize("cuts", [(), (2, 9)])
+@pytest.mark.parametrize("head_type", HEAD_TYPES)
+def test_full_attention_is_definition_3_1_without_quantization(head_type, cuts):
+    assert_layer_is_the_definition(make("full", head_type), head_type, 17, cuts)
+
+
+def test_auto_works_in_segments_and_gives_the_same_result(monkeypatch):
+    """Small segments, so that a short sequence has several."""
+    layer = make("vq", "mha", reduction="auto")
+    monkeypatch.setattr("transformer_vq.nn.attention.AUTO_SCORES", 2 * 3 * (N_CODE + 2 * L) * 2 * L)
+    assert layer._segment_len(2, 100) == 2 * L
+    assert_layer_is_the_definition(layer, "mha", 27)
+    assert_layer_is_the_definition(make("vq", "mha", reduction="auto", recompute=True), "mha", 27)
+
+
+@pytest.mark.parametrize("head_type", HEAD_TYPES)
+@pytest.mark.parametrize("kind", ["vq", "full"])
+def test_the_jacobian_is_lower_triangular(kind, head_type):
+    layer = make(kind, head_type)
+    x = torch.randn(1, 11, D_MODEL, dtype=torch.float64)
+    jacobian = torch.autograd.functional.jacobian(lambda x: layer(x).y[0].sum(-1), x)[:, 0]
+    by_token = jacobian.abs().sum(-1)  # [output token, input token]
+    assert not by_token.triu(1).any()
+    assert (by_token.diagonal() > 0).all()
+    # Every earlier token is seen: the attention is dense.
+    assert (by_token.tril() > 0).sum() == 11 * 12 // 2
+
+
+@pytest.mark.parametrize("kind", ["vq", "full"])
+def test_nothing_leaks_from_the_future_through_the_codes(kind):
+    """A key is replaced by a code, which the Jacobian cannot see; so change tokens instead."""
+    layer = make(kind, "mqa")
+    x = torch.randn(1, 23, D_MODEL, dtype=torch.float64)
+    changed = x.clone()
+    changed[:, 10:] = torch.randn_like(changed[:, 10:])
+    assert_close("past", layer(changed).y[:, :10], layer(x).y[:, :10])
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_commit_loss_and_usage_do_not_depend_on_the_reduction(reduction):
+    x = torch.randn(2, 18, D_MODEL, dtype=torch.float64)
+    layer = make("vq", "mha", reduction=reduction)
+    plain = make("vq", "mha", reduction="serial")
+    plain.load_state_dict(layer.state_dict())
+    got, want = layer(x), plain(x)
+    assert_close("commit loss", got.commit_loss, want.commit_loss)
+    assert_close("usage", got.code_usage.sum, want.code_usage.sum)
+    assert torch.equal(got.code_usage.count, want.code_usage.count)
+
+
+@pytest.mark.parametrize("kind", ["vq", "full"])
+def test_the_sinusoid_mask_lasts_for_a_sequence(kind):
+    layer = make(kind, "shga", p_dropsin=0.5)
+    x = torch.randn(2, 6, D_MODEL, dtype=torch.float64)
+    first = layer(x).state
+    second = layer(x, first).state
+    n = first.sinusoid_mask.shape[0]
+    assert torch.equal(second.sinusoid_mask[-n:], first.sinusoid_mask)
+    assert 0.3 < float(first.sinusoid_mask.double().mean()) < 0.7
+    everyone = torch.tensor([True, True])
+    fresh = layer(x, first.reset(everyone)).state
+    assert not torch.equal(fresh.sinusoid_mask[-n:], first.sinusoid_mask)
+    one = layer(x, first.reset(~everyone)).state
+    assert torch.equal(one.sinusoid_mask[-n:], first.sinusoid_mask)
+    layer.eval()
+    assert layer(x).state.sinusoid_mask is None
+    assert layer(x, first).state.sinusoid_mask is None
+
+
+def test_the_sinusoid_mask_is_inverted_dropout_on_the_table():
+    layer = make("vq", "shga", p_dropsin=0.25)
+    q = torch.randn(1, 1, 1, 3, D_K, dtype=torch.float64)
+    table, keep = layer._sinusoids(L), torch.rand(L + 1, D_MODEL) < 0.75
+    r = (table * keep / 0.75) @ layer.r_proj.weight.T * D_K**-0.25
+    assert_close("scores", layer._by_distance(q, table, keep), q @ r.T)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [((2, 5), "want"), ((2, 0, D_MODEL), "tokens >= 1"), ((2, 5, D_MODEL + 1), "12")],
+)
+def test_input_of_another_shape_is_refused(shape, message):
+    with pytest.raises(ValueError, match=message):
+        make("vq", "shga")(torch.zeros(shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", ["vq", "full"])
+def test_a_state_of_another_batch_or_layer_is_refused(kind):
+    layer = make(kind, "mha")
+    x = torch.zeros(2, 5, D_MODEL, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"batch of 3.*2 rows"):
+        layer(x, layer.init_state(3))
+    with pytest.raises(ValueError, match="another model"):
+        layer(x, make(kind, "mqa").init_state(2))
+    other = make("full" if kind == "vq" else "vq", "mha")
+    with pytest.raises(ValueError, match="another model"):
+        layer(x, other.init_state(2))
+
+
+def test_a_state_with_other_codes_or_blocks_is_refused():
+    layer = make("vq", "shga")
+    x = torch.zeros(2, 5, D_MODEL, dtype=torch.float64)
+    for other in ({"n_code": 8}, {"block_len": 5}, {"compressive_cache": False}):
+        with pytest.raises(ValueError, match="another model"):
+            layer(x, make("vq", "shga", **other).init_state(2))
+
+
+def test_impossible_layers_are_refused():
+    with pytest.raises(ValueError, match="choose"):
+        VQAttention(12, head_type="gqa")
+    with pytest.raises(ValueError, match="multiple"):
+        FullAttention(12, head_type="mha", d_k=5)

@@ -1,0 +1,86 @@
+"""torch.compile sees one whole graph, in training and in decoding.
+
+The backend "aot_eager" traces forward and backward as the default one does, without a C++ compiler.
+"""
+
+import pytest
+import torch
+from helpers import assert_close, tiny_config
+
+from transformer_vq import TransformerVQ
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch.use_deterministic_algorithms(False)
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def compiled(model: TransformerVQ) -> TransformerVQ:
+    return torch.compile(model, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "recompute"),
+    [
+        ({"head_type": "shga", "reduction": "serial"}, False),
+        ({"head_type": "shga", "reduction": "auto"}, True),
+        ({"head_type": "mqa", "reduction": "associative"}, False),
+        ({"head_type": "mha", "reduction": "matmul"}, True),
+        ({"head_type": "mha", "attention": "full"}, False),
+        ({"head_type": "mqa", "reduction": "input_scan"}, False),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else str(value),
+)
+def test_training_compiles_without_graph_breaks_and_computes_the_same(overrides, recompute):
+    model = TransformerVQ(tiny_config(n_layer=1, **overrides), recompute=recompute)
+    x = torch.randint(model.config.vocab_size, (2, 11))
+    state = model(x).state.detach()
+    results = []
+    for run in (model, compiled(model)):
+        model.zero_grad()
+        output = run(x, state)
+        (output.logits.square().mean() + output.commit_loss).backward()
+        results.append((output, [p.grad.clone() for p in model.parameters()]))
+    (eager, eager_grads), (graph, graph_grads) = results
+    assert_close("logits", graph.logits, eager.logits)
+    for got, want in zip(graph_grads, eager_grads, strict=True):
+        assert_close("gradient", got, want)
+    for got, want in zip(graph.code_usage, eager.code_usage, strict=True):
+        assert_close("usage", got.sum, want.sum)
+
+
+def test_training_with_every_dropout_compiles_without_graph_breaks():
+    model = TransformerVQ(tiny_config(n_layer=1, p_dropsin=0.2, p_dropres=0.2, p_droplyr=0.2))
+    x = torch.randint(model.config.vocab_size, (2, 9))
+    output = compiled(model)(x, model(x).state.detach())
+    output.logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("head_type", ["shga", "mqa", "mha"])
+def test_decoding_compiles_once_and_computes_the_same(head_type):
+    model = TransformerVQ(tiny_config(n_layer=1, head_type=head_type)).eval()
+    x = torch.randint(model.config.vocab_size, (2, 20))
+    run = compiled(model)
+    with torch.no_grad():
+        want = model(x).logits
+        state = model(x[:, :8]).state
+        for t in range(8, 10):
+            state = run(x[:, t : t + 1], state).state
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for t in range(10, 20):
+                output = run(x[:, t : t + 1], state)
+                state = output.state
+                assert_close("logits", output.logits[:, 0], want[:, t])
+
+
+def test_nan_is_not_hidden_where_a_compiled_graph_cannot_check():
+    model = TransformerVQ(tiny_config(n_layer=1))
+    with torch.no_grad():
+        model.embed.weight[3] = torch.nan
+    output = compiled(model)(torch.full((1, 3), 3))
+    assert output.commit_loss.isnan()
+    assert output.logits.isnan().all()

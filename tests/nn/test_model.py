@@ -1,0 +1,304 @@
+"""The model as a whole: laws, options, saving, and clear refusals."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, tiny_config
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transformer_vq import PRESETS, ModelConfig, TransformerVQ
+
+HEAD_TYPES = ["shga", "mqa", "mha"]
+ATTENTIONS = ["vq", "full"]
+
+
+def make(**overrides) -> TransformerVQ:
+    torch.manual_seed(0)
+    return TransformerVQ(tiny_config(**overrides)).double()
+
+
+def tokens(batch_size: int, seq_len: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(tiny_config().vocab_size, (batch_size, seq_len), generator=generator)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("head_type", HEAD_TYPES)
+@given(cuts=st.sets(st.integers(1, 29), max_size=5))
+def test_where_a_sequence_is_cut_does_not_matter(head_type, attention, cuts):
+    model = make(head_type=head_type, attention=attention, absolute_positions=True)
+    torch.nn.init.ones_(model.positions.scale)
+    x = tokens(2, 30)
+    state, parts = None, []
+    edges = [0, *sorted(cuts), 30]
+    for start, stop in itertools.pairwise(edges):
+        output = model(x[:, start:stop], state)
+        state = output.state
+        parts.append(output.logits)
+    assert_close("logits", torch.cat(parts, dim=1), model(x).logits)
+
+
+@pytest.mark.parametrize("compressive_cache", [True, False])
+@pytest.mark.parametrize("head_type", HEAD_TYPES)
+def test_decoding_token_by_token_equals_the_forward(head_type, compressive_cache):
+    model = make(head_type=head_type, compressive_cache=compressive_cache)
+    x = tokens(3, 25)
+    state, parts = model.init_state(3), []
+    for t in range(25):
+        output = model(x[:, t : t + 1], state)
+        state = output.state
+        parts.append(output.logits)
+    assert_close("logits", torch.cat(parts, dim=1), model(x).logits)
+    assert state.position.tolist() == [25] * 3
+
+
+def test_the_state_does_not_grow():
+    model = make()
+    state = model(tokens(2, 5)).state
+    later = model(tokens(2, 64), state).state
+    assert later.n_bytes == state.n_bytes == model.init_state(2).n_bytes
+    assert later.layers[0].v.untyped_storage().nbytes() == state.layers[0].v.numel() * 8
+
+
+@pytest.mark.parametrize("reduction", ["serial", "matmul", "associative", "input_scan"])
+def test_reductions_agree_in_the_whole_model(reduction):
+    x = tokens(2, 27)
+    got, want = make(reduction=reduction)(x), make(reduction="auto")(x)
+    assert_close("logits", got.logits, want.logits)
+    assert_close("commit loss", got.commit_loss, want.commit_loss)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("head_type", HEAD_TYPES)
+def test_recomputation_changes_nothing(head_type, attention):
+    """Dropout included: what is computed again draws the same masks."""
+    drop = {"p_dropsin": 0.3, "p_dropres": 0.3, "p_droplyr": 0.3}
+    config = tiny_config(head_type=head_type, attention=attention, **drop)
+    x = tokens(2, 21)
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = TransformerVQ(config, recompute=recompute).double()
+        torch.manual_seed(1)
+        output = model(x)
+        (output.logits.square().mean() + output.commit_loss).backward()
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        results.append((output, grads))
+    (plain, plain_grads), (again, again_grads) = results
+    assert torch.equal(plain.logits, again.logits)
+    for a, b in zip(plain.code_usage, again.code_usage, strict=True):
+        assert torch.equal(a.sum, b.sum)
+    for name, grad in plain_grads.items():
+        assert_close(name, again_grads[name], grad)
+
+
+def test_layerdrop_keeps_its_draw_for_a_sequence_and_scales_what_is_kept():
+    model = make(p_droplyr=0.5)
+    first = model(tokens(64, 3)).state
+    assert first.branch_keep.shape == (64, 4)
+    assert 0.35 < float(first.branch_keep.double().mean()) < 0.65
+    second = model(tokens(64, 3), first).state
+    assert torch.equal(second.branch_keep, first.branch_keep)
+    rows = torch.arange(64) < 32
+    third = model(tokens(64, 3), second.reset(rows)).state
+    assert torch.equal(third.branch_keep[32:], first.branch_keep[32:])
+    assert not torch.equal(third.branch_keep[:32], first.branch_keep[:32])
+    model.eval()
+    assert model(tokens(2, 3)).state.branch_keep is None
+
+
+def test_a_row_that_drops_every_branch_is_embedding_and_head_alone():
+    model = make(p_droplyr=0.5)
+    x = tokens(2, 5)
+    state = model(x).state
+    kept = torch.zeros_like(state.branch_keep)
+    kept[1] = True
+    output = model(x, dataclasses.replace(state, branch_keep=kept))
+    bare = F.linear(model.embed(x[0]), model.head.weight, model.head.bias)
+    assert_close("dropped row", output.logits[0], bare)
+    assert not torch.allclose(output.logits[1], F.linear(model.embed(x[1]), model.head.weight))
+
+
+def test_residual_dropout_is_drawn_afresh_and_off_in_evaluation():
+    model = make(p_dropres=0.5)
+    x = tokens(2, 5)
+    assert not torch.equal(model(x).logits, model(x).logits)
+    model.eval()
+    assert torch.equal(model(x).logits, model(x).logits)
+
+
+def test_tied_scaled_normalised_head_by_hand():
+    model = make(tie_embeddings=True, final_norm=True, logit_scale=0.05)
+    assert model.head is None
+    features = {}
+    original = model._logits
+    model._logits = lambda x: features.setdefault("x", x) is None or original(x)
+    logits = model(tokens(1, 4)).logits
+    x = features["x"]
+    normed = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert_close("logits", logits, 0.05 * normed @ model.embed.weight.T)
+
+
+def test_absolute_positions_continue_across_segments():
+    model = make(absolute_positions=True, n_layer=1)
+    torch.nn.init.ones_(model.positions.scale)
+    x = tokens(1, 1).expand(1, 6)
+    whole = model(x).logits
+    state = model(x[:, :4]).state
+    assert_close("later part", model(x[:, 4:], state).logits, whole[:, 4:])
+
+
+def test_evaluation_never_changes_a_codebook_and_update_does():
+    model = make()
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    model.eval()
+    output = model(tokens(2, 20))
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+    model.update_codebooks(output.code_usage)
+    changed = [name for name, b in model.named_buffers() if not torch.equal(b, before[name])]
+    assert len(changed) == 2 * len(output.code_usage)
+    with pytest.raises(ValueError, match="1 entries for 4 codebooks"):
+        model.update_codebooks(output.code_usage[:1])
+
+
+def test_autocast_keeps_what_must_be_exact_in_float32():
+    model = TransformerVQ(tiny_config())
+    x = tokens(2, 30)
+    exact = model(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(x)
+    assert output.logits.dtype == output.commit_loss.dtype == torch.float32
+    for state, usage in zip(output.state.layers, output.code_usage, strict=True):
+        assert state.cache.mean.dtype == state.cache.count.dtype == torch.float32
+        assert usage.sum.dtype == usage.count.dtype == torch.float32
+    assert_close("logits", output.logits, exact.logits, tolerance=0.1)
+
+
+def test_a_bfloat16_model_runs_with_float32_codebooks_and_logits():
+    model = TransformerVQ(tiny_config()).to(torch.bfloat16)
+    output = model(tokens(2, 30))
+    assert output.logits.dtype == torch.float32
+    assert model.branches[0].quantizer.c_sum.dtype == torch.float32
+    assert output.state.layers[0].v.dtype == torch.bfloat16
+    assert output.state.layers[0].cache.count.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "millions", "paper"),
+    [
+        ("enwik8-190m", 187.6, "190M"),
+        ("pg19-1.3b", 1314.4, "1.3B"),
+        ("imagenet64-190m", 187.6, "190M"),
+        ("imagenet64-1.2b", 1249.4, "1.2B"),
+    ],
+)
+def test_presets_have_the_parameter_counts_of_the_paper(name, millions, paper):
+    """Codebooks included, as the paper counts them."""
+    with torch.device("meta"):
+        model = TransformerVQ(PRESETS[name].model)
+    count = sum(x.numel() for x in model.state_dict().values())
+    assert count / 1e6 == pytest.approx(millions, abs=0.05)
+    two_digits = f"{float(f'{count:.1e}') / 1e6:.0f}M"
+    assert paper in (two_digits, f"{float(f'{count:.1e}') / 1e9:.1f}B")
+
+
+@pytest.mark.parametrize("overrides", [{}, {"tie_embeddings": True, "absolute_positions": True}])
+def test_a_saved_model_loads_with_config_weights_and_codebooks(tmp_path, overrides):
+    model = TransformerVQ(tiny_config(**overrides))
+    model.update_codebooks(model(tokens(2, 20)).code_usage)
+    path = tmp_path / "model.safetensors"
+    model.save(path)
+    loaded = TransformerVQ.load(path)
+    assert loaded.config == model.config
+    assert torch.equal(loaded(tokens(2, 20)).logits, model(tokens(2, 20)).logits)
+    assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_a_file_that_is_no_model_is_refused_by_name(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"not a model")
+    with pytest.raises(ValueError, match=r"model\.safetensors is not a readable"):
+        TransformerVQ.load(path)
+    with pytest.raises(FileNotFoundError):
+        TransformerVQ.load(tmp_path / "absent")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.zeros(5, dtype=torch.int64), "shape"),
+        (torch.zeros(0, 5, dtype=torch.int64), "shape"),
+        (torch.zeros(2, 0, dtype=torch.int64), "shape"),
+        (torch.zeros(2, 5), "int64"),
+        (torch.tensor([[1, 99]]), "token 99 is outside the vocabulary of 17"),
+        (torch.tensor([[1, -1]]), "token -1 is outside"),
+    ],
+)
+def test_bad_tokens_are_refused(bad, message):
+    with pytest.raises(ValueError, match=message):
+        make()(bad)
+
+
+def test_a_state_of_another_model_or_batch_is_refused():
+    model = make()
+    with pytest.raises(ValueError, match="batch of 3"):
+        model(tokens(2, 5), model.init_state(3))
+    with pytest.raises(ValueError, match="another model"):
+        model(tokens(2, 5), make(n_layer=1).init_state(2))
+    with pytest.raises(ValueError, match="another model"):
+        model(tokens(2, 5), make(n_code=5).init_state(2))
+    with pytest.raises(ValueError, match="at least 1"):
+        model.init_state(0)
+
+
+def test_weights_that_are_not_finite_are_noticed_at_the_quantizer():
+    model = make()
+    with torch.no_grad():
+        model.embed.weight[3] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        model(torch.tensor([[3]]))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"head_type": "gqa"}, "head_type"),
+        ({"attention": "linear"}, "attention"),
+        ({"reduction": "sum"}, "reduction"),
+        ({"codebook_init": "zeros"}, "codebook_init"),
+        ({"n_code": 0}, "n_code"),
+        ({"block_len": 2.5}, "block_len"),
+        ({"p_dropres": 1.0}, "p_dropres"),
+        ({"ema_decay": -0.1}, "ema_decay"),
+        ({"d_model": 15}, "even"),
+        ({"head_type": "mha", "d_k": 5}, "multiple of d_k"),
+        ({"pe_wavelength": 0.0}, "pe_wavelength"),
+        ({"commit_coef": -1.0}, "commit_coef"),
+    ],
+)
+def test_impossible_configs_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        tiny_config(**overrides)
+
+
+def test_a_model_learns():
+    """A few steps on one sentence: the loss falls, and codebooks move with the keys."""
+    torch.manual_seed(0)
+    model = TransformerVQ(ModelConfig(vocab_size=17, d_model=32, n_layer=1, d_k=8, block_len=8))
+    x = tokens(1, 33)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(60):
+        output = model(x[:, :-1])
+        loss = F.cross_entropy(output.logits[0], x[0, 1:])
+        optimizer.zero_grad()
+        (loss + 1e-4 * output.commit_loss).backward()
+        optimizer.step()
+        model.update_codebooks(output.code_usage)
+        losses.append(loss.item())
+    assert losses[0] > 2.0
+    assert losses[-1] < 0.1

@@ -1,0 +1,197 @@
+"""The quantizer against plain loops, and the rules of its codebook."""
+
+import math
+
+import pytest
+import torch
+from helpers import assert_close
+
+from transformer_vq import CodeUsage, VectorQuantizer
+
+B, H, T, K, S = 2, 3, 11, 4, 6
+
+
+def quantizer_and_keys(**options) -> tuple[VectorQuantizer, torch.Tensor]:
+    quantizer = VectorQuantizer(S, K, H, **options).double()
+    return quantizer, torch.randn(B, H, T, K, dtype=torch.float64, requires_grad=True)
+
+
+def test_each_key_becomes_its_nearest_codeword_to_the_last_bit():
+    quantizer, k = quantizer_and_keys()
+    k = k.detach()
+    out = quantizer(k)
+    codebook = quantizer.codebook
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                distances = [float((k[b, h, t] - codebook[h, s]).norm()) for s in range(S)]
+                assert out.z[b, h, t] == distances.index(min(distances))
+                assert torch.equal(out.k_hat[b, h, t], codebook[h, out.z[b, h, t]])
+
+
+def test_of_equally_near_codes_the_first_is_taken():
+    quantizer = VectorQuantizer(3, 1)
+    quantizer.c_sum.copy_(torch.tensor([[[-1.0], [1.0], [1.0]]]))
+    assert quantizer(torch.tensor([0.0, 2.0]).view(1, 1, 2, 1)).z.flatten().tolist() == [0, 1]
+
+
+def test_the_gradient_goes_straight_through():
+    quantizer, k = quantizer_and_keys()
+    probe = torch.randn_like(k)
+    (grad,) = torch.autograd.grad((quantizer(k).k_hat * probe).sum(), k)
+    assert torch.equal(grad, probe)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_commit_loss_is_summed_over_width_and_heads_and_averaged_over_tokens(masked):
+    quantizer, k = quantizer_and_keys()
+    valid = torch.rand(B, T) < 0.6 if masked else torch.ones(B, T, dtype=torch.bool)
+    out = quantizer(k, valid if masked else None)
+    want, n_tokens = 0.0, 0
+    for b in range(B):
+        for t in range(T):
+            if valid[b, t]:
+                n_tokens += 1
+                for h in range(H):
+                    codeword = quantizer.codebook[h, out.z[b, h, t]]
+                    want += float((k[b, h, t].detach() - codeword).square().sum())
+    assert float(out.commit_loss.detach()) == pytest.approx(want / n_tokens, rel=1e-12)
+    (grad,) = torch.autograd.grad(out.commit_loss, k)
+    want_grad = 2 * (k - out.k_hat).detach() * valid[:, None, :, None] / n_tokens
+    assert_close("gradient", grad, want_grad)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_update_is_the_running_mean_computed_by_hand(masked):
+    quantizer, k = quantizer_and_keys(ema_decay=0.9)
+    valid = torch.rand(B, T) < 0.6 if masked else None
+    out = quantizer(k, valid)
+    want_sum, want_count = 0.9 * quantizer.c_sum, 0.9 * quantizer.c_count
+    for b in range(B):
+        for h in range(H):
+            for t in range(T):
+                if valid is None or valid[b, t]:
+                    want_sum[h, out.z[b, h, t]] += 0.1 * k[b, h, t].detach()
+                    want_count[h, out.z[b, h, t]] += 0.1
+    quantizer.update(out.usage)
+    assert_close("sum", quantizer.c_sum, want_sum)
+    assert_close("count", quantizer.c_count, want_count)
+    assert_close("codebook", quantizer.codebook, want_sum / want_count[..., None])
+
+
+def test_forward_changes_no_codebook_in_training_or_evaluation():
+    quantizer, k = quantizer_and_keys(codebook_init="keys", revive_below=0.5)
+    before = {name: buffer.clone() for name, buffer in quantizer.named_buffers()}
+    for mode in (True, False):
+        quantizer.train(mode)
+        quantizer(k)
+        for name, buffer in quantizer.named_buffers():
+            assert torch.equal(buffer, before[name])
+
+
+def test_usages_of_two_halves_add_up_to_that_of_the_whole():
+    quantizer, k = quantizer_and_keys()
+    whole = quantizer(k).usage
+    halves = quantizer(k[:1]).usage + quantizer(k[1:]).usage
+    for name in ("sum", "count", "error", "energy"):
+        assert_close(name, getattr(halves, name), getattr(whole, name))
+
+
+def test_health_of_a_known_usage():
+    usage = CodeUsage(
+        sum=torch.zeros(1, 4, 2),
+        count=torch.tensor([[2.0, 2.0, 0.0, 0.0]]),
+        error=torch.tensor([3.0]),
+        energy=torch.tensor([12.0]),
+    )
+    health = usage.health()
+    assert health.share_in_use == 0.5
+    assert health.perplexity == pytest.approx(2.0)
+    assert health.relative_error == pytest.approx(0.25)
+
+
+def test_perplexity_of_even_use_is_the_number_of_codes_and_of_collapse_one():
+    def perplexity(counts: list[float]) -> float:
+        zeros = torch.zeros(1)
+        return (
+            CodeUsage(torch.zeros(1, 4, 1), torch.tensor([counts]), zeros, zeros)
+            .health()
+            .perplexity
+        )
+
+    assert perplexity([5.0, 5.0, 5.0, 5.0]) == pytest.approx(4.0)
+    assert perplexity([9.0, 0.0, 0.0, 0.0]) == pytest.approx(1.0)
+
+
+def test_codes_from_the_first_batch_are_keys_and_stay_learnable():
+    quantizer, k = quantizer_and_keys(codebook_init="keys")
+    quantizer.update(quantizer(k).usage)
+    for h in range(H):
+        keys = k[:, h].reshape(-1, K)
+        for codeword in quantizer.codebook[h]:
+            assert (keys == codeword).all(-1).any()
+    assert torch.equal(quantizer.c_count, torch.ones_like(quantizer.c_count))
+    first = quantizer.codebook.clone()
+    quantizer.update(quantizer(k).usage)
+    assert not torch.equal(quantizer.codebook, first)
+    assert quantizer(k).usage.health().relative_error < 1.0
+
+
+def test_only_valid_keys_become_codes_also_when_there_are_few():
+    quantizer, k = quantizer_and_keys(codebook_init="keys")
+    valid = torch.zeros(B, T, dtype=torch.bool)
+    valid[1, 4:6] = True
+    quantizer.update(quantizer(k, valid).usage)
+    for h in range(H):
+        for codeword in quantizer.codebook[h]:
+            assert (k[1, h, 4:6] == codeword).all(-1).any()
+
+
+def test_unused_codes_are_revived_with_sum_and_count_together():
+    quantizer, k = quantizer_and_keys(revive_below=0.05)
+    with torch.no_grad():
+        quantizer.c_sum[:, 0] = 1e6  # far from all keys
+        quantizer.c_count[:, 0] = 0.05
+    quantizer.update(quantizer(k).usage)
+    assert torch.equal(quantizer.c_count[:, 0], torch.ones(H, dtype=torch.float64))
+    for h in range(H):
+        assert (k[:, h].reshape(-1, K) == quantizer.codebook[h, 0]).all(-1).any()
+    other = VectorQuantizer(S, K, H).double()
+    assert other(k).usage.candidates is None  # off by default
+
+
+def test_an_unused_code_keeps_its_place_while_it_fades():
+    quantizer = VectorQuantizer(2, 1)
+    quantizer.c_sum.copy_(torch.tensor([[[0.0], [100.0]]]))
+    for _ in range(100):
+        quantizer.update(quantizer(torch.zeros(1, 1, 3, 1)).usage)
+    assert float(quantizer.codebook[0, 1]) == pytest.approx(100.0, rel=1e-5)
+    assert float(quantizer.c_count[0, 1]) == pytest.approx(0.99**100, rel=1e-5)
+
+
+def test_codebooks_stay_float32_in_a_bfloat16_model():
+    quantizer = VectorQuantizer(S, K, H)
+    before = quantizer.c_sum.clone()
+    quantizer.to(torch.bfloat16)
+    assert quantizer.c_sum.dtype == quantizer.c_count.dtype == torch.float32
+    assert torch.equal(quantizer.c_sum, before)
+    out = quantizer(torch.randn(B, H, T, K, dtype=torch.bfloat16))
+    assert out.k_hat.dtype == torch.bfloat16
+    assert out.commit_loss.dtype == out.usage.sum.dtype == torch.float32
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_keys_that_are_not_finite_are_refused(bad):
+    quantizer, k = quantizer_and_keys()
+    k = k.detach().clone()
+    k[0, 1, 2, 3] = bad
+    with pytest.raises(ValueError, match="not finite"):
+        quantizer(k)
+
+
+def test_keys_and_usages_of_another_shape_are_refused():
+    quantizer, k = quantizer_and_keys()
+    with pytest.raises(ValueError, match=r"want \[b, 3, t, 4\]"):
+        quantizer(k[:, :2])
+    with pytest.raises(ValueError, match="cannot update"):
+        VectorQuantizer(S + 1, K, H).update(quantizer(k).usage)

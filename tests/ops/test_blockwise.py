@@ -1,0 +1,203 @@
+"""Theorems 3.6 and 3.7: attention in blocks equals Definition 3.1, wherever the sequence is cut."""
+
+import itertools
+
+import pytest
+import torch
+from helpers import assert_close, attention_inputs, block_starts, reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transformer_vq.ops.blockwise import vq_attention
+from transformer_vq.ops.cache import block_stats
+from transformer_vq.ops.quadratic import distance_bias, quadratic_attention
+
+REDUCTIONS = ["auto", "serial", "matmul", "associative", "input_scan"]
+HEADS = {"shga": (1, 1), "mqa": (1, 3), "mha": (3, 1)}
+L = 4
+
+
+def squared_relu(scores: torch.Tensor) -> torch.Tensor:
+    return scores.relu().square()
+
+
+def run(inputs, cuts=(), compressive_cache=True, **options):
+    """The sequence in segments, the state carried with its gradient."""
+    state = inputs.empty_state(compressive_cache)
+    edges = [0, *cuts, inputs.q.shape[-2]]
+    outputs = []
+    for start, stop in itertools.pairwise(edges):
+        output, state = vq_attention(*inputs.part(start, stop), state, **options)
+        outputs.append(output)
+    return torch.cat(outputs, dim=-2), state
+
+
+def assert_same_gradients(inputs, got, want):
+    probe = torch.randn_like(want)
+    leaves = inputs.leaves()
+    got_grads = torch.autograd.grad((got * probe).sum(), list(leaves.values()))
+    want_grads = torch.autograd.grad((want * probe).sum(), list(leaves.values()))
+    for name, got_grad, want_grad in zip(leaves, got_grads, want_grads, strict=True):
+        assert_close(f"gradient of {name}", got_grad, want_grad)
+
+
+@pytest.mark.parametrize("phi", [None, squared_relu], ids=["softmax", "elementwise"])
+@pytest.mark.parametrize("seq_len", [1, L - 1, L, L + 1, 2 * L, 23, 9 * L])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_blockwise_equals_the_definition(reduction, heads, seq_len, phi):
+    h, g = HEADS[heads]
+    inputs = attention_inputs(seq_len, h=h, g=g, block_len=L, requires_grad=True)
+    got, _ = run(inputs, reduction=reduction, phi=phi)
+    want = reference(inputs, phi=phi)
+    assert_close("output", got, want)
+    assert_same_gradients(inputs, got, want)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (L,), (5, 6), (2 * L + 1,), (3, 7, 19)])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_an_incoming_state_changes_neither_result_nor_gradient(reduction, heads, cuts):
+    """Gradients flow through the state; which keys get one depends on where blocks begin."""
+    h, g = HEADS[heads]
+    inputs = attention_inputs(27, h=h, g=g, block_len=L, requires_grad=True)
+    got, _ = run(inputs, cuts, reduction=reduction)
+    want = reference(inputs, cuts=cuts)
+    assert_close("output", got, want)
+    assert_same_gradients(inputs, got, want)
+
+
+@given(
+    seq_len=st.integers(1, 40),
+    block_len=st.integers(1, 7),
+    b=st.integers(1, 3),
+    reduction=st.sampled_from(REDUCTIONS),
+    heads=st.sampled_from(sorted(HEADS)),
+    data=st.data(),
+)
+def test_where_a_sequence_is_cut_does_not_matter(seq_len, block_len, b, reduction, heads, data):
+    h, g = HEADS[heads]
+    inner = st.integers(1, max(1, seq_len - 1))
+    cuts = data.draw(st.sets(inner, max_size=6)) if seq_len > 1 else set()
+    inputs = attention_inputs(seq_len, h=h, g=g, b=b, block_len=block_len, seed=seq_len)
+    got, state = run(inputs, tuple(sorted(cuts)), reduction=reduction)
+    assert_close("output", got, reference(inputs))
+    assert state.position.tolist() == [seq_len] * b
+    # What is in the window and what is in the cache: every token once, the newest in the window.
+    n_old = max(seq_len - block_len, 0)
+    n_code = inputs.codebook.shape[1]
+    old = block_stats(inputs.z[..., :n_old], inputs.v[..., :n_old, :], n_code)
+    assert torch.equal(state.cache.count, old.count)
+    assert_close("cache", state.cache.mean, old.mean)
+    recent = min(seq_len, block_len)
+    assert torch.equal(state.v[..., -recent:, :], inputs.v[..., -recent:, :])
+    assert state.window_valid.sum(-1).tolist() == [recent] * b
+
+
+@pytest.mark.parametrize("cuts", [(), (1, 6), (L, 3 * L), tuple(range(1, 27))])
+def test_without_the_cache_only_the_last_block_len_tokens_are_seen(cuts):
+    inputs = attention_inputs(27, block_len=L, requires_grad=True)
+    got, state = run(inputs, cuts, compressive_cache=False)
+    want = reference(inputs, window_only=True, cuts=cuts)
+    assert state.cache is None
+    assert_close("output", got, want)
+    assert_same_gradients(inputs, got, want)
+
+
+@pytest.mark.parametrize("cuts", [(), (5, 6, 18)])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_without_gradient_through_the_cache_old_values_get_none(reduction, cuts):
+    inputs = attention_inputs(27, block_len=L, requires_grad=True)
+    got, _ = run(inputs, cuts, reduction=reduction, grad_through_cache=False)
+    assert_close("output", got, reference(inputs))
+    starts = block_starts(27, L, cuts)
+    in_sight = torch.arange(27)[None, :] >= starts[:, None] - L
+    bias = distance_bias(inputs.by_distance, L)
+    scores = torch.einsum("bhgik,bhjk->bhgij", inputs.q, inputs.k_hat)
+    stopped = torch.einsum("bhgik,bhjk->bhgij", inputs.q, inputs.k_hat.detach())
+    weights = (torch.where(in_sight, scores, stopped) + bias).softmax(-1)
+    want = torch.einsum("bhgij,bhjv->bhgiv", weights * in_sight, inputs.v)
+    want = want + torch.einsum("bhgij,bhjv->bhgiv", weights * ~in_sight, inputs.v.detach())
+    assert_same_gradients(inputs, got, want)
+
+
+def test_a_detached_state_stops_the_gradient_and_keeps_the_values():
+    inputs = attention_inputs(20, block_len=L, requires_grad=True)
+    _, state = vq_attention(*inputs.part(0, 11), inputs.empty_state())
+    detached = state.detach()
+    assert state.v.requires_grad
+    assert not any(x.requires_grad for x in (detached.k, detached.v, detached.cache.mean))
+    with_gradient, _ = vq_attention(*inputs.part(11, 20), state)
+    without, _ = vq_attention(*inputs.part(11, 20), detached)
+    assert torch.equal(with_gradient, without)
+    (grad,) = torch.autograd.grad(without.sum(), inputs.v)
+    assert not grad[..., :11, :].any()
+    assert grad[..., 11:, :].any()
+
+
+def test_rows_of_a_state_can_be_selected_and_repeated():
+    inputs = attention_inputs(20, b=3, block_len=L)
+    _, state = vq_attention(*inputs.part(0, 11), inputs.empty_state())
+    rows = torch.tensor([2, 0, 2, 1])
+    chosen = [x if x is inputs.codebook else x[rows] for x in inputs.part(11, 20)]
+    got, _ = vq_attention(*chosen, state.select(rows))
+    assert_close("output", got, reference(inputs)[rows][..., 11:, :])
+
+
+def test_a_row_that_is_reset_begins_a_new_sequence_beside_the_others():
+    inputs = attention_inputs(20, b=3, block_len=L)
+    _, state = vq_attention(*inputs.part(0, 11), inputs.empty_state())
+    state = state.reset(torch.tensor([False, True, False]))
+    assert state.position.tolist() == [11, 0, 11]
+    got, state = vq_attention(*inputs.part(11, 20), state)
+    alone, _ = vq_attention(*inputs.part(11, 20), inputs.empty_state())
+    want = reference(inputs)[..., 11:, :]
+    assert_close("rows that go on", got[[0, 2]], want[[0, 2]])
+    assert_close("row that begins", got[1], alone[1])
+    assert state.position.tolist() == [20, 9, 20]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e4, -1e4])
+def test_scores_of_ten_thousand_give_finite_outputs_and_gradients(size, dtype):
+    inputs = attention_inputs(27, block_len=L, dtype=dtype, d_k=1)
+    inputs.q = inputs.q.sign() * abs(size) ** 0.5
+    inputs.codebook = inputs.codebook.sign() * size / abs(size) ** 0.5
+    inputs.k_hat = inputs.k_hat.sign() * size / abs(size) ** 0.5
+    for leaf in inputs.leaves().values():
+        leaf.requires_grad_()
+    got, state = run(inputs, (13,))
+    assert torch.isfinite(got).all()
+    assert torch.isfinite(state.cache.mean).all()
+    for grad in torch.autograd.grad(got.sum(), list(inputs.leaves().values())):
+        assert torch.isfinite(grad).all()
+    if dtype == torch.float64:  # in lower precision one unit in the last place is a large factor
+        assert_close("output", got, reference(inputs))
+
+
+def test_full_precision_inside_equals_float64_within_float32():
+    exact = attention_inputs(200, block_len=16)
+    single = attention_inputs(200, block_len=16, dtype=torch.float32)
+    got, _ = run(single)
+    assert_close("output", got, reference(exact).float())
+
+
+def test_quadratic_reference_without_key_mask_differs_only_in_gradients():
+    """The stop-gradient of the reference is the whole difference to Definition 3.1 as written."""
+    inputs = attention_inputs(27, block_len=L, requires_grad=True)
+    plain = quadratic_attention(
+        inputs.q, inputs.k_hat, inputs.v, distance_bias(inputs.by_distance, L)
+    )
+    stopped = reference(inputs)
+    assert torch.equal(plain, stopped)
+    probe = torch.randn_like(plain)
+    leaves = inputs.leaves()
+    grads = [
+        dict(
+            zip(leaves, torch.autograd.grad((y * probe).sum(), list(leaves.values())), strict=True)
+        )
+        for y in (plain, stopped)
+    ]
+    assert_close("gradient of v", grads[0]["v"], grads[1]["v"])
+    assert_close("gradient of q", grads[0]["q"], grads[1]["q"])
+    assert not torch.allclose(grads[0]["k"], grads[1]["k"])

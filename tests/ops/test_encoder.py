@@ -1,0 +1,38 @@
+"""Theorems 3.4 and 3.5: without a mask, S codewords stand for all T keys."""
+
+import pytest
+import torch
+from helpers import assert_close, attention_inputs
+
+from transformer_vq.ops.encoder import encoder_attention
+from transformer_vq.ops.quadratic import quadratic_attention
+
+
+def squared_relu(scores: torch.Tensor) -> torch.Tensor:
+    return scores.relu().square()
+
+
+@pytest.mark.parametrize("phi", [None, squared_relu], ids=["softmax", "elementwise"])
+@pytest.mark.parametrize(("h", "g"), [(1, 1), (1, 3), (3, 1)])
+@pytest.mark.parametrize("seq_len", [1, 6, 29])
+def test_encoder_attention_equals_the_quadratic_form(seq_len, h, g, phi):
+    inputs = attention_inputs(seq_len, h=h, g=g, requires_grad=True)
+    got = encoder_attention(inputs.q, inputs.z, inputs.v, inputs.codebook, phi=phi)
+    # Keys enter through the codebook, which has no gradient.
+    want = quadratic_attention(inputs.q, inputs.k_hat.detach(), inputs.v, phi=phi)
+    assert_close("output", got, want)
+    probe = torch.randn_like(want)
+    leaves = [inputs.q, inputs.v]
+    got_grads = torch.autograd.grad((got * probe).sum(), leaves)
+    want_grads = torch.autograd.grad((want * probe).sum(), leaves)
+    for name, got_grad, want_grad in zip("qv", got_grads, want_grads, strict=True):
+        assert_close(f"gradient of {name}", got_grad, want_grad)
+
+
+def test_positions_that_are_not_valid_are_not_attended_to():
+    inputs = attention_inputs(9)
+    valid = torch.tensor([[True] * 9, [True] * 5 + [False] * 4])
+    got = encoder_attention(inputs.q, inputs.z, inputs.v, inputs.codebook, valid=valid)
+    bias = torch.where(valid, 0.0, -torch.inf)[:, None, None, None]
+    want = quadratic_attention(inputs.q, inputs.k_hat, inputs.v, bias)
+    assert_close("output", got, want)

@@ -1,0 +1,69 @@
+"""Sinusoids and biases against their definitions, element by element."""
+
+import math
+
+import pytest
+import torch
+from helpers import assert_close
+
+from transformer_vq.ops.position import (
+    causal_bias,
+    local_bias,
+    relative_sinusoids,
+    scores_by_distance,
+    sinusoids,
+)
+
+
+def test_sinusoids_are_sines_then_cosines():
+    width, wavelength = 6, 1e5
+    got = sinusoids(torch.tensor([0, 1, 7]), width, wavelength, torch.float64)
+    for row, position in enumerate([0, 1, 7]):
+        angles = [position / wavelength ** (2 * i / width) for i in range(width // 2)]
+        want = [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+        assert got[row].tolist() == pytest.approx(want, abs=1e-15)
+
+
+def test_relative_sinusoids_stand_farthest_first():
+    table = relative_sinusoids(3, 4, 1e5, torch.float64)
+    assert torch.equal(table, sinusoids(torch.tensor([3, 2, 1, 0]), 4, 1e5, torch.float64))
+
+
+@pytest.mark.parametrize("older", [0.0, -math.inf])
+@pytest.mark.parametrize("n_query", [1, 2, 5])
+def test_local_bias_puts_each_distance_in_its_place(n_query, older):
+    window_len = 5
+    by_distance = torch.randn(2, n_query, window_len + 1)
+    bias = local_bias(by_distance, older)
+    assert bias.shape == (2, n_query, window_len + n_query)
+    for i in range(n_query):
+        for j in range(window_len + n_query):
+            distance = i + window_len - j
+            if distance < 0:
+                want = torch.full((2,), -math.inf)
+            elif distance > window_len:
+                want = torch.full((2,), older)
+            else:
+                want = by_distance[:, i, window_len - distance]
+            assert torch.equal(bias[:, i, j], want)
+
+
+@pytest.mark.parametrize(("n_query", "n_key"), [(1, 1), (1, 4), (3, 3), (3, 7)])
+def test_causal_bias_puts_each_distance_in_its_place(n_query, n_key):
+    by_distance = torch.randn(2, n_query, n_key)
+    bias = causal_bias(by_distance)
+    for i in range(n_query):
+        for j in range(n_key):
+            distance = i + n_key - n_query - j
+            want = by_distance[:, i, n_key - 1 - distance] if distance >= 0 else -math.inf
+            assert torch.equal(bias[:, i, j], torch.as_tensor(want).expand(2))
+
+
+@pytest.mark.parametrize("n_query", [1, 400])
+def test_scores_by_distance_do_not_depend_on_the_order_of_contraction(n_query):
+    """One query takes the decoding order, 400 the training order."""
+    q = torch.randn(2, 3, 2, n_query, 8, dtype=torch.float64)
+    r_weight = torch.randn(3, 8, 12, dtype=torch.float64)
+    table = torch.randn(50, 12, dtype=torch.float64)
+    want = torch.einsum("bhgik,hkw,dw->bhgid", q, r_weight, table)
+    assert_close("scores", scores_by_distance(q, r_weight, table), want)

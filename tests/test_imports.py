@@ -1,0 +1,59 @@
+"""The direction of imports: nothing imports from a layer to its right."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import transformer_vq
+
+ROOT = Path(transformer_vq.__file__).parent
+LAYERS = [
+    {"ops", "config"},
+    {"nn"},
+    {"presets", "interop"},
+    {"bench"},
+]
+RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
+
+
+def imported_parts(path: Path) -> set[str]:
+    """First component below the package of everything a file imports from it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [node.module or ""]
+        found |= {name.split(".")[1] for name in names if name.startswith("transformer_vq.")}
+    return found
+
+
+FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT or path.stem in RANK)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_to_the_left(path):
+    part = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    for other in imported_parts(path):
+        assert RANK[other] <= RANK[part], f"{part} must not import {other}"
+
+
+def test_ops_need_nothing_but_torch():
+    for path in (ROOT / "ops").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                assert all(alias.name.split(".")[0] == "torch" for alias in node.names), path
+            elif isinstance(node, ast.ImportFrom):
+                top = (node.module or "").split(".")[0]
+                allowed = {"torch", "transformer_vq", "__future__", "dataclasses", "typing"}
+                assert top in allowed | {"collections", "functools"}, f"{path}: {top}"
+
+
+def test_every_public_name_exists():
+    assert sorted(set(transformer_vq.__all__)) == sorted(transformer_vq.__all__)
+    for name in transformer_vq.__all__:
+        assert hasattr(transformer_vq, name)

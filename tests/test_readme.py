@@ -1,0 +1,62 @@
+"""The README says what is so: its snippets run, its references exist, its figures were measured."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_snippets_run_in_order():
+    snippets = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(snippets) >= 3
+    namespace: dict[str, object] = {}
+    for snippet in snippets:
+        exec(compile(snippet, "README.md", "exec"), namespace)
+
+
+KINDS = "Definition|Theorem|Corollary|Remark|Section|Table|Code"
+ROWS = re.findall(rf"^\| ((?:{KINDS})s? [^|]*)\|([^|]*)\|([^|]*)\|$", README, flags=re.MULTILINE)
+
+
+def test_every_numbered_statement_of_the_paper_is_in_the_table():
+    named = " ".join(paper for paper, _, _ in ROWS)
+    numbers = set(re.findall(r"\d\.\d+", named))
+    assert numbers >= {f"2.{n}" for n in range(1, 9)} | {f"3.{n}" for n in range(1, 11)}
+    assert all(f"Code {n}" in named for n in range(1, 5))
+
+
+@pytest.mark.parametrize(("paper", "code", "test"), ROWS, ids=[paper for paper, _, _ in ROWS])
+def test_the_table_points_at_things_that_exist(paper, code, test):
+    for module, name in re.findall(r"`([\w/]+)\.py`(?: `([\w.]+)`)?", code):
+        found = importlib.import_module(f"transformer_vq.{module.replace('/', '.')}")
+        for part in name.split(".") if name else []:
+            found = getattr(found, part)
+    path, _, function = test.strip().strip("`").partition("::")
+    assert (ROOT / path).is_file()
+    assert not function or f"def {function}(" in (ROOT / path).read_text()
+
+
+def test_the_tree_lists_every_module():
+    for path in (ROOT / "transformer_vq").rglob("*.py"):
+        if path.name != "__init__.py" and path.parent.name != "bench":
+            assert re.search(rf"^ +{path.name} ", README, flags=re.MULTILINE), path
+
+
+def test_figures_are_those_of_the_recorded_benchmark():
+    rows = json.loads((ROOT / "benchmarks" / "scaling.json").read_text())["rows"]
+    times = {(row["attention"], row["seq_len"]): row["us_per_token"] for row in rows}
+    base = times["vq", 8192]
+    for row in rows:
+        line = (
+            f"| {row['attention']} | {row['seq_len']:,} | {row['us_per_token']:.1f} "
+            f"| {row['peak_gb']:.2f} | {row['us_per_token'] / base:.2f} |"
+        )
+        assert line in README
+    longest = next(row for row in rows if row["seq_len"] == 131072)
+    assert f"| {times['vq', 131072] / base:.2f} | `make bench` |" in README
+    assert f"| {longest['peak_gb']:.1f} GB | `make bench` |" in README

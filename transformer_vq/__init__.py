@@ -1,0 +1,28 @@
+"""Transformer-VQ in PyTorch: dense softmax attention in linear time (Lingle, ICLR 2024)."""
+
+from transformer_vq.config import ModelConfig, RunConfig
+from transformer_vq.interop import load_official
+from transformer_vq.nn.attention import AttentionOutput, FullAttention, VQAttention
+from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
+from transformer_vq.nn.quantizer import CodebookHealth, CodeUsage, VectorQuantizer
+from transformer_vq.ops.state import AttentionState
+from transformer_vq.presets import PRESETS
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "AttentionOutput",
+    "AttentionState",
+    "CodeUsage",
+    "CodebookHealth",
+    "FullAttention",
+    "ModelConfig",
+    "ModelOutput",
+    "ModelState",
+    "RunConfig",
+    "TransformerVQ",
+    "VQAttention",
+    "VectorQuantizer",
+    "load_official",
+]

@@ -1,0 +1,1 @@
+"""Measurements that write JSON; `plots` reads JSON and never measures."""

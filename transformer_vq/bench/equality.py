@@ -1,0 +1,47 @@
+"""Linear-time attention against Definition 3.1 in float64: how far apart, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from transformer_vq.ops.blockwise import vq_attention
+from transformer_vq.ops.quadratic import quadratic_vq_attention
+from transformer_vq.ops.state import AttentionState
+
+HEADS = {"shga": (1, 1), "mqa": (1, 4), "mha": (4, 1)}
+REDUCTIONS = ("serial", "matmul", "associative", "input_scan")
+
+
+def relative_rms(got: Tensor, want: Tensor) -> float:
+    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
+
+
+def differences(
+    seq_len: int = 1000, block_len: int = 64
+) -> Iterator[tuple[str, str, float, float]]:
+    """(head type, reduction, error of outputs, largest error of gradients), relative RMS."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    b, n_code, d_k, d_v = 2, 48, 16, 24
+    for head_type, (h, g) in HEADS.items():
+        codebook = normal(h, n_code, d_k)
+        z = torch.randint(n_code, (b, h, seq_len), generator=generator)
+        k_hat = torch.stack([codebook[head, z[:, head]] for head in range(h)], dim=1)
+        q, v = normal(b, h, g, seq_len, d_k), normal(b, h, seq_len, d_v)
+        by_distance = normal(b, h, g, seq_len, block_len + 1)
+        leaves = [x.requires_grad_() for x in (q, k_hat, v, by_distance)]
+        want = quadratic_vq_attention(q, k_hat, v, by_distance)
+        probe = normal(*want.shape)
+        want_grads = torch.autograd.grad((want * probe).sum(), leaves)
+        for reduction in REDUCTIONS:
+            state = AttentionState.empty(b, h, block_len, d_k, d_v, n_code, dtype=torch.float64)
+            got, _ = vq_attention(q, k_hat, z, v, codebook, by_distance, state, reduction=reduction)
+            grads = torch.autograd.grad((got * probe).sum(), leaves)
+            worst = max(map(relative_rms, grads, want_grads))
+            yield head_type, reduction, relative_rms(got.detach(), want.detach()), worst

@@ -1,0 +1,1 @@
+"""Modules with parameters, thin over `transformer_vq.ops`."""

@@ -1,0 +1,233 @@
+"""TransformerVQ: embeddings, residual branches, head; one forward for training and decoding."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from transformer_vq.config import ModelConfig
+from transformer_vq.nn.attention import FullAttention, VQAttention
+from transformer_vq.nn.layers import FeedForward, ScaledSinusoids, draw_keep, linear, rms_norm
+from transformer_vq.nn.quantizer import CodeUsage
+from transformer_vq.ops.position import relative_sinusoids
+from transformer_vq.ops.state import AttentionState, RowState
+
+
+@dataclass(frozen=True)
+class ModelState(RowState):
+    """Where each row of a batch stands in its sequence: one `AttentionState` per attention."""
+
+    layers: tuple[AttentionState, ...]
+    branch_keep: Tensor | None = None
+    """LayerDrop, [b, n_branch]: which branches a row keeps; drawn once per sequence."""
+
+    @property
+    def position(self) -> Tensor:
+        """How many tokens each row has seen: [b]."""
+        return self.layers[0].position
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """logits: [b, t, vocab_size] in float32 or better, state: for the next segment."""
+
+    logits: Tensor
+    state: ModelState
+    commit_loss: Tensor
+    """Squared quantization error of the keys: mean over tokens, sum over heads and layers."""
+    code_usage: tuple[CodeUsage, ...]
+    """One per codebook, for `update_codebooks`; empty for full attention."""
+
+
+class TransformerVQ(nn.Module):
+    """A decoder-only transformer whose attention is dense, softmax, and linear in the length.
+
+    recompute: trade time for memory by computing the activations of each branch again in backward.
+    """
+
+    def __init__(self, config: ModelConfig, *, recompute: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.positions = (
+            ScaledSinusoids(config.d_model, config.pe_wavelength)
+            if config.absolute_positions
+            else None
+        )
+        self.branches = nn.ModuleList(
+            branch for _ in range(config.n_layer) for branch in _layer(config, recompute)
+        )
+        self.head = (
+            None if config.tie_embeddings else linear(config.d_model, config.vocab_size, bias=True)
+        )
+
+    def _attentions(self) -> list[VQAttention | FullAttention]:
+        return [b for b in self.branches if isinstance(b, (VQAttention, FullAttention))]
+
+    def init_state(self, batch_size: int) -> ModelState:
+        """The state before the first token of `batch_size` sequences."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: must be at least 1")
+        return ModelState(tuple(layer.init_state(batch_size) for layer in self._attentions()))
+
+    def forward(self, tokens: Tensor, state: ModelState | None = None) -> ModelOutput:
+        """tokens: [b, t] of any length t from 1 up; `state` as returned for what came before."""
+        self._check(tokens, state)
+        if state is None:
+            state = self.init_state(tokens.shape[0])
+        x = self.embed(tokens)
+        if self.positions is not None:
+            steps = torch.arange(tokens.shape[1], device=tokens.device)
+            x = x + self.positions(state.position.unsqueeze(-1) + steps)
+
+        sinusoids = self._sinusoids(state, tokens.shape[1])
+        branch_keep = self._branch_keep(state)
+        commit_loss = torch.zeros((), dtype=x.dtype, device=x.device)
+        states: list[AttentionState] = []
+        usages: list[CodeUsage] = []
+        for i, branch in enumerate(self.branches):
+            if isinstance(branch, FeedForward):
+                y = branch(x)
+            else:
+                output = branch(x, state.layers[len(states)], sinusoids=sinusoids)
+                y = output.y
+                commit_loss = commit_loss + output.commit_loss
+                states.append(output.state)
+                if output.code_usage is not None:
+                    usages.append(output.code_usage)
+            y = F.dropout(y, self.config.p_dropres, self.training)
+            if branch_keep is not None:
+                y = y * branch_keep[:, i, None, None] / (1 - self.config.p_droplyr)
+            x = x + y
+        return ModelOutput(
+            self._logits(x), ModelState(tuple(states), branch_keep), commit_loss, tuple(usages)
+        )
+
+    @torch.no_grad()
+    def update_codebooks(self, code_usage: Sequence[CodeUsage]) -> None:
+        """Move every codebook towards the keys it was given; once per optimizer step."""
+        layers = [layer for layer in self._attentions() if isinstance(layer, VQAttention)]
+        if len(layers) != len(code_usage):
+            raise ValueError(
+                f"code_usage has {len(code_usage)} entries for {len(layers)} codebooks"
+            )
+        for layer, usage in zip(layers, code_usage, strict=True):
+            layer.update_codebook(usage)
+
+    def _sinusoids(self, state: ModelState, n_tokens: int) -> Tensor:
+        """The table that all layers share, so that it is computed once."""
+        window_len = state.layers[0].k.shape[-2]
+        is_full = self.config.attention == "full"
+        return relative_sinusoids(
+            window_len + n_tokens - 1 if is_full else window_len,
+            self.config.d_model,
+            self.config.pe_wavelength,
+            self.embed.weight.dtype,
+            self.embed.weight.device,
+        )
+
+    def _branch_keep(self, state: ModelState) -> Tensor | None:
+        """LayerDrop: rows at their start draw anew, the others keep what they have."""
+        if not self.training or self.config.p_droplyr == 0.0:
+            return None
+        shape = (state.position.shape[0], len(self.branches))
+        drawn = draw_keep(shape, self.config.p_droplyr, state.position.device)
+        if state.branch_keep is None:
+            return drawn
+        return torch.where(state.position.unsqueeze(-1) == 0, drawn, state.branch_keep)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            weight = self.embed.weight if self.head is None else self.head.weight
+            exact = torch.promote_types(weight.dtype, torch.float32)
+            x = x.to(exact)
+            x = (rms_norm(x) if self.config.final_norm else x) * self.config.logit_scale
+            bias = None if self.head is None else self.head.bias.to(exact)
+            return F.linear(x, weight.to(exact), bias)
+
+    def _check(self, tokens: Tensor, state: ModelState | None) -> None:
+        if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 1:
+            raise ValueError(f"tokens have shape {tuple(tokens.shape)}, want [batch, tokens >= 1]")
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"tokens are {tokens.dtype}, want torch.int64 (tokens.long())")
+        if state is not None and len(state.layers) != len(self._attentions()):
+            raise ValueError(
+                f"state comes from another model: it has {len(state.layers)} attention layers, "
+                f"this one {len(self._attentions())}; start from init_state(batch_size)"
+            )
+        # Reading values would break a compiled graph; there the embedding checks its own index.
+        if not torch.compiler.is_compiling() and not tokens.is_meta:
+            low, high = (int(x) for x in tokens.aminmax())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(
+                    f"token {low if low < 0 else high} is outside the vocabulary of "
+                    f"{self.config.vocab_size}; check the tokenizer, or vocab_size in ModelConfig"
+                )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write weights, codebooks and config to one safetensors file, atomically."""
+        path = Path(path)
+        partial = path.with_name(f".{path.name}.partial")
+        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
+        save_file(tensors, partial, metadata={"config": json.dumps(asdict(self.config))})
+        os.replace(partial, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TransformerVQ:
+        """The model that `save` wrote."""
+        try:
+            with safe_open(path, framework="pt") as file:
+                config = (file.metadata() or {}).get("config")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+        if config is None:
+            raise ValueError(f"{path} holds no model config; was it written by TransformerVQ.save?")
+        model = cls(ModelConfig(**json.loads(config)))
+        model.load_state_dict(tensors, assign=True)
+        return model
+
+
+def _layer(config: ModelConfig, recompute: bool) -> list[nn.Module]:
+    """The two residual branches of one transformer layer."""
+
+    def attention() -> nn.Module:
+        if config.attention == "full":
+            return FullAttention(
+                config.d_model,
+                head_type=config.head_type,
+                d_k=config.d_k,
+                p_dropsin=config.p_dropsin,
+                pe_wavelength=config.pe_wavelength,
+                recompute=recompute,
+            )
+        return VQAttention(
+            config.d_model,
+            head_type=config.head_type,
+            d_k=config.d_k,
+            n_code=config.n_code,
+            block_len=config.block_len,
+            reduction=config.reduction,
+            compressive_cache=config.compressive_cache,
+            grad_through_cache=config.grad_through_cache,
+            p_dropsin=config.p_dropsin,
+            pe_wavelength=config.pe_wavelength,
+            ema_decay=config.ema_decay,
+            codebook_init=config.codebook_init,
+            revive_below=config.revive_below,
+            recompute=recompute,
+        )
+
+    if config.head_type == "shga":
+        return [attention(), attention()]
+    d_ff = (4 if config.head_type == "mha" else 5) * config.d_model
+    return [attention(), FeedForward(config.d_model, d_ff, recompute)]

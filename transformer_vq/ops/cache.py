@@ -1,0 +1,80 @@
+"""The compressive cache: per code, the mean of the values seen and how many there were.
+
+Together with `merge` these statistics form a monoid (identity: `CacheStats.empty`). Every form of
+the attention is a way of bracketing the same merges: a fold, a tree, a closed form, one token at a
+time. Means instead of sums keep the numbers of order one however long the stream (Remark 3.9).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """mean: [..., s, v], count: [..., s]; both in `accumulation_dtype`."""
+
+    mean: Tensor
+    count: Tensor
+
+    @classmethod
+    def empty(
+        cls, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+    ) -> CacheStats:
+        """The identity of `merge`; `shape` is that of the mean, [..., s, v]."""
+        dtype = accumulation_dtype(dtype)
+        return cls(
+            torch.zeros(shape, dtype=dtype, device=device),
+            torch.zeros(shape[:-1], dtype=dtype, device=device),
+        )
+
+    def blocks(self, index: int | slice) -> CacheStats:
+        """The statistics of one block or a slice of blocks, for mean: [..., r, s, v]."""
+        return CacheStats(self.mean[..., index, :, :], self.count[..., index, :])
+
+    def detach(self) -> CacheStats:
+        return CacheStats(self.mean.detach(), self.count)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64 input: a bfloat16 count would stop growing at 256."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def merge(a: CacheStats, b: CacheStats) -> CacheStats:
+    """Statistics of the two token sets together: the count-weighted mean. Associative."""
+    count = a.count + b.count
+    share = b.count / count.clamp(min=1)
+    return CacheStats(torch.lerp(a.mean, b.mean, share.unsqueeze(-1)), count)
+
+
+def code_sums(
+    z: Tensor, x: Tensor, n_code: int, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sum of `x` and number of tokens per code: Delta x and Delta 1, without forming Delta.
+
+    z: [..., t], x: [..., t, w], valid: broadcastable to z; tokens where it is False do not count.
+    Returns sum: [..., s, w], count: [..., s].
+    """
+    dtype = accumulation_dtype(x.dtype)
+    x = x.to(dtype)
+    weight = torch.ones((), dtype=dtype, device=x.device).expand(z.shape)
+    if valid is not None:
+        weight = valid.to(dtype).expand(z.shape)
+        x = x * weight.unsqueeze(-1)
+    # One flat table with a row for every (leading index, code) makes it a single index_add.
+    lead, n_rows = z.shape[:-1], z.shape[:-1].numel() * n_code
+    offsets = torch.arange(0, n_rows, n_code, device=z.device).view(*lead, 1)
+    rows = (z + offsets).flatten()
+    totals = x.new_zeros(n_rows, x.shape[-1]).index_add(0, rows, x.reshape(-1, x.shape[-1]))
+    counts = x.new_zeros(n_rows).index_add(0, rows, weight.flatten())
+    return totals.view(*lead, n_code, -1), counts.view(*lead, n_code)
+
+
+def block_stats(z: Tensor, v: Tensor, n_code: int, valid: Tensor | None = None) -> CacheStats:
+    """Cache statistics of the given tokens alone. z: [..., t], v: [..., t, v]."""
+    total, count = code_sums(z, v, n_code, valid)
+    return CacheStats(total / count.clamp(min=1).unsqueeze(-1), count)

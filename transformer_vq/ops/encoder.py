@@ -1,0 +1,33 @@
+"""Attention without a mask in linear time (Theorems 3.4 and 3.5).
+
+Without mask and bias all keys with one code get one weight, so a query need only score the S
+codewords: against the count and the mean value of each, which is what `block_stats` gives.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_vq.ops.cache import block_stats
+from transformer_vq.ops.quadratic import Phi, attention_weights
+
+
+def encoder_attention(
+    q: Tensor,
+    z: Tensor,
+    v: Tensor,
+    codebook: Tensor,
+    *,
+    phi: Phi | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Every query attends to every key, for element-wise phi (Theorem 3.4) or softmax (3.5).
+
+    q: [b, h, g, i, k], z: [b, h, j], v: [b, h, j, v], codebook: [h, s, k], valid: [b, j]
+    -> [b, h, g, i, v].
+    """
+    stats = block_stats(z, v, codebook.shape[-2], None if valid is None else valid[:, None])
+    scores = torch.einsum("bhgik,hsk->bhgis", q, codebook)
+    weights = attention_weights(scores, phi, stats.count.unsqueeze(2)).to(v.dtype)
+    return torch.einsum("bhgis,bhsv->bhgiv", weights, stats.mean.to(v.dtype))

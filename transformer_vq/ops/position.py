@@ -1,0 +1,88 @@
+"""Positions: sinusoids, Transformer-XL scores by distance, and their layout as a local bias.
+
+The positional part of a score depends on the query and on the distance i - j only. It is computed
+once per (query, distance), `by_distance`, farthest first, and then sheared into the (query, key)
+layout by viewing the same memory with rows one element shorter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_vq.ops.cache import accumulation_dtype
+
+
+def sinusoids(positions: Tensor, width: int, wavelength: float, dtype: torch.dtype) -> Tensor:
+    """Sine half, then cosine half. positions: [...] -> [..., width]."""
+    exact = accumulation_dtype(dtype)
+    exponents = torch.arange(0, width, 2, device=positions.device, dtype=exact) / width
+    angles = positions.unsqueeze(-1).to(exact) * wavelength**-exponents
+    return torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype)
+
+
+def relative_sinusoids(
+    max_distance: int,
+    width: int,
+    wavelength: float,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Sinusoids of the distances max_distance, ..., 1, 0: [d, width]."""
+    distances = torch.arange(max_distance, -1, -1, device=device)
+    return sinusoids(distances, width, wavelength, dtype)
+
+
+def scores_by_distance(q: Tensor, r_weight: Tensor, table: Tensor) -> Tensor:
+    """q . (r_weight table_d) for every distance d in the table.
+
+    q: [b, h, g, i, k], r_weight: [h, k, w], table: [d, w] -> [b, h, g, i, d].
+    The product is associative: with few queries (decoding) it is far cheaper to bring the query to
+    the width of the sinusoids than the sinusoids to the width of the query.
+    """
+    d_k, width = r_weight.shape[-2:]
+    n_heads_queries = q.shape[0] * q.shape[2] * q.shape[3]
+    n_distances = table.shape[0]
+    cost_keys = n_distances * width * d_k + n_heads_queries * n_distances * d_k
+    cost_queries = n_heads_queries * (d_k * width + n_distances * width)
+    if cost_queries < cost_keys:
+        wide = torch.einsum("bhgik,hkw->bhgiw", q, r_weight)
+        return torch.einsum("bhgiw,dw->bhgid", wide, table)
+    r = torch.einsum("dw,hkw->hdk", table, r_weight)
+    return torch.einsum("bhgik,hdk->bhgid", q, r)
+
+
+def local_bias(by_distance: Tensor, older: float = 0.0) -> Tensor:
+    """Bias of a block of queries against the window before it and the block itself.
+
+    by_distance: [..., i, L + 1] for distances L, ..., 0 -> [..., i, L + i]; key j is at distance
+    i + L - j. Keys further than L get `older`, keys in the future -inf.
+    """
+    n_query, n_key = by_distance.shape[-2], by_distance.shape[-1] - 1 + by_distance.shape[-2]
+    # Row i of the result is row i of by_distance moved right by i: what follows it in memory is
+    # first the row's own future, then the far keys of the next row.
+    column = torch.arange(n_query, device=by_distance.device)
+    is_future = column < n_query - 1 - column.unsqueeze(-1)
+    filler = torch.where(is_future, -torch.inf, older).to(by_distance.dtype)
+    filler = filler.expand(*by_distance.shape[:-2], n_query, n_query)
+    rows = torch.cat([by_distance, filler], dim=-1)  # one longer than a row of the result
+    return rows.flatten(-2)[..., : n_query * n_key].unflatten(-1, (n_query, n_key))
+
+
+def causal_bias(by_distance: Tensor) -> Tensor:
+    """Bias of the last i of n keys, as queries, against all n keys.
+
+    by_distance: [..., i, n] for distances n - 1, ..., 0 -> [..., i, n], future keys -inf.
+    """
+    n_query, n_key = by_distance.shape[-2:]
+    # Row i moves left by n_query - 1 - i; what wraps around lands in the future and is masked.
+    rows = torch.nn.functional.pad(by_distance, (1, 0)).flatten(-2)[..., n_query:]
+    return rows.unflatten(-1, (n_query, n_key)).masked_fill(
+        future_mask(n_query, n_key, by_distance.device), -torch.inf
+    )
+
+
+def future_mask(n_query: int, n_key: int, device: torch.device | None = None) -> Tensor:
+    """True where the key lies after the query; the queries are the last n_query of n_key tokens."""
+    mask = torch.ones(n_query, n_key, dtype=torch.bool, device=device)
+    return mask.triu(1 + n_key - n_query)

@@ -1,0 +1,82 @@
+"""What the cache held before each block: an exclusive prefix of `CacheStats` under `merge`.
+
+The three cross-block reductions of the paper (Codes 2-4) are three ways to compute it; they agree
+up to rounding. `blocks` has the block axis at mean: [b, h, r, s, v]; `initial` is what came before.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from transformer_vq.ops.cache import CacheStats, merge
+
+REDUCTIONS = ("serial", "matmul", "associative")
+
+
+def exclusive_prefix(
+    blocks: CacheStats, initial: CacheStats, reduction: str = "auto"
+) -> tuple[CacheStats, CacheStats]:
+    """Cache before each block, and cache after the last one.
+
+    Returns prefix with mean: [b, h, r, s, v] and total with mean: [b, h, s, v].
+    """
+    n_blocks = blocks.count.shape[-2]
+    if n_blocks == 1:
+        first = CacheStats(initial.mean.unsqueeze(-3), initial.count.unsqueeze(-2))
+        return first, merge(initial, blocks.blocks(0))
+    if reduction in ("auto", "serial"):
+        return _serial(blocks, initial)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"unknown reduction {reduction!r}; choose one of {REDUCTIONS} or 'auto'")
+    scan = _matmul if reduction == "matmul" else _associative
+    chain = CacheStats(
+        torch.cat([initial.mean.unsqueeze(-3), blocks.mean], dim=-3),
+        torch.cat([initial.count.unsqueeze(-2), blocks.count], dim=-2),
+    )
+    inclusive = scan(chain)
+    return inclusive.blocks(slice(0, n_blocks)), inclusive.blocks(n_blocks)
+
+
+def _serial(blocks: CacheStats, initial: CacheStats) -> tuple[CacheStats, CacheStats]:
+    """A fold, block after block (Code 2)."""
+    running = [initial]
+    # unbind, because the gradient of an index would be a whole tensor of zeros for every block
+    for mean, count in zip(blocks.mean.unbind(-3), blocks.count.unbind(-2), strict=True):
+        running.append(merge(running[-1], CacheStats(mean, count)))
+    prefix = CacheStats(
+        torch.stack([stats.mean for stats in running[:-1]], dim=-3),
+        torch.stack([stats.count for stats in running[:-1]], dim=-2),
+    )
+    return prefix, running[-1]
+
+
+def _matmul(chain: CacheStats) -> CacheStats:
+    """The closed form: a lower-triangular matrix of count fractions times the means (Code 3)."""
+    count = chain.count.cumsum(dim=-2)
+    # share[r, g]: which part of the tokens up to block r came from block g
+    share = torch.einsum("...rs,...gs->...srg", count.clamp(min=1).reciprocal(), chain.count).tril()
+    return CacheStats(torch.einsum("...srg,...gsv->...rsv", share, chain.mean), count)
+
+
+def _associative(chain: CacheStats) -> CacheStats:
+    """A tree of merges of depth log2(r) (Code 4): prefixes of the pairs, then those in between."""
+    n_blocks = chain.count.shape[-2]
+    if n_blocks == 1:
+        return chain
+    pairs = merge(chain.blocks(slice(0, n_blocks - 1, 2)), chain.blocks(slice(1, None, 2)))
+    odd = _associative(pairs)
+    even = merge(odd.blocks(slice(0, (n_blocks - 1) // 2)), chain.blocks(slice(2, None, 2)))
+    first = chain.blocks(slice(0, 1))
+    return CacheStats(
+        _interleave(torch.cat([first.mean, even.mean], dim=-3), odd.mean, dim=-3),
+        _interleave(torch.cat([first.count, even.count], dim=-2), odd.count, dim=-2),
+    )
+
+
+def _interleave(even: Tensor, odd: Tensor, dim: int) -> Tensor:
+    """even[0], odd[0], even[1], ... along a negative `dim`; `even` may be one longer."""
+    n = odd.shape[dim]
+    both = torch.stack([even.narrow(dim, 0, n), odd], dim=dim).flatten(dim - 1, dim)
+    rest = even.narrow(dim, n, even.shape[dim] - n)
+    return torch.cat([both, rest], dim=dim)

@@ -29,8 +29,10 @@ test-all: test  ## the same and the slow tests
 demo: $(STAMP)  ## the equality with the definition, and how time grows with length
 	$(BIN)/python -m transformer_vq.bench.demo
 
-bench: $(STAMP)  ## time and memory up to 131,072 tokens (about 20 minutes on two cores)
+bench: $(STAMP)  ## record time and memory up to 131,072 tokens (15 minutes on two cores)
 	$(BIN)/python -m transformer_vq.bench.scaling --out benchmarks/scaling.json
+	$(BIN)/python -m transformer_vq.bench.plots benchmarks/scaling.json benchmarks/scaling.png
+	$(BIN)/python -m transformer_vq.bench.documents --out benchmarks/documents.json
 
 clean:  ## remove what was made
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,9 +2,11 @@
 
 from transformer_vq.config import ModelConfig, RunConfig
 from transformer_vq.interop import load_official
-from transformer_vq.nn.attention import AttentionOutput, FullAttention, VQAttention
+from transformer_vq.nn.attention import FullAttention, VQAttention
+from transformer_vq.nn.heads import AttentionOutput
 from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import CodebookHealth, CodeUsage, VectorQuantizer
+from transformer_vq.ops.ragged import document_ids_from_starts
 from transformer_vq.ops.state import AttentionState
 from transformer_vq.presets import PRESETS
 
@@ -24,5 +26,6 @@ __all__ = [
     "TransformerVQ",
     "VQAttention",
     "VectorQuantizer",
+    "document_ids_from_starts",
     "load_official",
 ]

@@ -11,7 +11,7 @@ Reduction = Literal["auto", "serial", "matmul", "associative", "input_scan"]
 CodebookInit = Literal["random", "keys"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ModelConfig:
     """Everything that determines the function a model computes."""
 

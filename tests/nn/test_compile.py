@@ -77,6 +77,29 @@ def test_decoding_compiles_once_and_computes_the_same(head_type):
                 assert_close("logits", output.logits[:, 0], want[:, t])
 
 
+@pytest.mark.parametrize("head_type", ["shga", "mha"])
+def test_ragged_batches_compile_once_for_all_layouts(head_type):
+    """Where documents begin and what is padding are values, not shapes."""
+    model = TransformerVQ(tiny_config(n_layer=1, head_type=head_type))
+    x = torch.randint(model.config.vocab_size, (2, 9))
+    run = compiled(model)
+    state = model(x, document_ids=torch.zeros_like(x), valid=x >= 0).state.detach()
+
+    def check(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        ids = (torch.rand(2, 9, generator=generator) < 0.3).cumsum(1)
+        valid = torch.rand(2, 9, generator=generator) < 0.8
+        model.zero_grad()
+        output = run(x, state, valid, ids)
+        output.logits[valid].sum().backward()
+        assert_close("logits", output.logits, model(x, state, valid, ids).logits)
+
+    check(0)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for seed in range(1, 6):
+            check(seed)
+
+
 def test_nan_is_not_hidden_where_a_compiled_graph_cannot_check():
     model = TransformerVQ(tiny_config(n_layer=1))
     with torch.no_grad():

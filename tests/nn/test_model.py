@@ -302,3 +302,11 @@ def test_a_model_learns():
         losses.append(loss.item())
     assert losses[0] > 2.0
     assert losses[-1] < 0.1
+
+
+def test_a_forward_on_the_meta_device_gives_shapes_without_memory():
+    with torch.device("meta"):
+        model = TransformerVQ(PRESETS["enwik8-190m"].model)
+        output = model(torch.zeros(1, 1, dtype=torch.int64))
+    assert output.logits.shape == (1, 1, 256)
+    assert output.state.n_bytes > 300e6

@@ -38,6 +38,8 @@ class Cell:
     reduction: str = "auto"
     recompute: bool = True
     repeats: int = 2
+    document_len: int | None = None
+    """Tokens per document packed into the sequence; None for the path without documents."""
 
 
 def measure(cell: Cell) -> dict[str, Any]:
@@ -53,11 +55,14 @@ def measure(cell: Cell) -> dict[str, Any]:
     )
     model = TransformerVQ(config, recompute=cell.recompute)
     tokens = torch.randint(config.vocab_size, (1, cell.seq_len + 1))
+    document_ids = None
+    if cell.document_len is not None:
+        document_ids = torch.arange(cell.seq_len).unsqueeze(0) // cell.document_len
     seconds = []
     for _ in range(cell.repeats + 1):  # the first is a warm-up
         model.zero_grad()
         start = time.perf_counter()
-        output = model(tokens[:, :-1])
+        output = model(tokens[:, :-1], document_ids=document_ids)
         loss = F.cross_entropy(output.logits.flatten(0, 1), tokens[:, 1:].flatten())
         (loss + config.commit_coef * output.commit_loss).backward()
         seconds.append(time.perf_counter() - start)
@@ -78,7 +83,8 @@ def run(cells: list[Cell], rounds: int = 2) -> dict[str, Any]:
     best: dict[Cell, dict[str, Any]] = {}
     total = rounds * len(cells)
     for number, cell in enumerate(cells * rounds, start=1):
-        print(f"[{number}/{total}] {cell.attention} {cell.seq_len:,} tokens", file=sys.stderr)
+        what = "" if cell.document_len is None else f" in documents of {cell.document_len:,}"
+        print(f"[{number}/{total}] {cell.attention} {cell.seq_len:,} tokens{what}", file=sys.stderr)
         command = [sys.executable, "-m", "transformer_vq.bench.scaling"]
         command += ["--cell", json.dumps(asdict(cell))]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -119,6 +125,12 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def write(result: dict[str, Any], path: Path) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(partial, path)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m transformer_vq.bench.scaling", description=__doc__
@@ -151,9 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
     cells += [Cell("full", n, **common) for n in options.full_lengths]
     result = run(cells, options.rounds)
     if options.out:
-        partial = options.out.with_suffix(".partial")
-        partial.write_text(json.dumps(result, indent=1) + "\n")
-        os.replace(partial, options.out)
+        write(result, options.out)
     print(table(result))
 
 

@@ -1,23 +1,26 @@
-"""Attention layers (Definition 3.1): projections, norms and heads around `transformer_vq.ops`.
+"""Attention layers (Definition 3.1): quantized keys in linear time, plain keys in quadratic time.
 
 Scores are (q + u) . k for all keys plus, within the reach of the positional bias, (q + v) . r of
-the distance, as in Transformer-XL. One layout serves the three head types: h key/value heads with
-g query heads each. SHGA has h = g = 1, wide values and a gate; MQA h = 1; MHA g = 1.
+the distance, as in Transformer-XL.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import reduce
+from operator import add
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from transformer_vq.nn.layers import draw_keep, linear, rms_norm, run
+from transformer_vq.nn.heads import AttentionOutput, Heads
+from transformer_vq.nn.layers import draw_keep, rms_norm, run
 from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
 from transformer_vq.ops.blockwise import vq_attention
-from transformer_vq.ops.position import causal_bias, relative_sinusoids, scores_by_distance
+from transformer_vq.ops.position import causal_bias
 from transformer_vq.ops.quadratic import quadratic_attention
+from transformer_vq.ops.ragged import Layout, in_sight, newest, next_position
 from transformer_vq.ops.state import AttentionState
 
 AUTO_SCORES = 2**23
@@ -26,113 +29,7 @@ segment needs then stays in caches and in memory that is handed out again, and t
 not depend on the length of the sequence."""
 
 
-@dataclass(frozen=True)
-class AttentionOutput:
-    """y: [b, t, d_model] the residual branch, state: after this segment; usage is None if full."""
-
-    y: Tensor
-    state: AttentionState
-    commit_loss: Tensor
-    code_usage: CodeUsage | None
-
-
-class _Attention(nn.Module):
-    """What attention with and without quantized keys have in common: all projections."""
-
-    def __init__(
-        self, d_model: int, head_type: str, d_k: int, p_dropsin: float, pe_wavelength: float
-    ) -> None:
-        super().__init__()
-        if head_type not in ("shga", "mqa", "mha"):
-            raise ValueError(f"head_type={head_type!r}: choose 'shga', 'mqa' or 'mha'")
-        if head_type != "shga" and d_model % d_k:
-            raise ValueError(f"d_model={d_model} must be a multiple of d_k={d_k} for {head_type!r}")
-        n_query_head = 1 if head_type == "shga" else d_model // d_k
-        self.d_model = d_model
-        self.d_k = d_k
-        self.d_v = 2 * d_model if head_type == "shga" else d_k
-        self.n_head = n_query_head if head_type == "mha" else 1
-        self.n_group = n_query_head // self.n_head
-        self.p_dropsin = p_dropsin
-        self.pe_wavelength = pe_wavelength
-
-        self.q_proj = linear(d_model, n_query_head * d_k)
-        self.k_proj = linear(d_model, self.n_head * d_k)
-        self.v_proj = linear(d_model, self.n_head * self.d_v)
-        self.g_proj = linear(d_model, self.d_v) if head_type == "shga" else None
-        self.r_proj = linear(d_model, self.n_head * d_k)
-        self.o_proj = linear(n_query_head * self.d_v, d_model)
-        self.u = nn.Parameter(torch.zeros(self.n_head, self.n_group, 1, d_k))
-        self.v = nn.Parameter(torch.zeros(self.n_head, self.n_group, 1, d_k))
-
-    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries for content, q + u, and for position, q + v: [b, h, g, t, k] each."""
-        q = self.q_proj(x).unflatten(-1, (self.n_head, self.n_group, self.d_k))
-        q = rms_norm(q).permute(0, 2, 3, 1, 4)
-        return (q + self.u) * self.d_k**-0.25, (q + self.v) * self.d_k**-0.25
-
-    def _keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """k: [b, h, t, k] and v: [b, h, t, v]."""
-        k = self.k_proj(x).unflatten(-1, (self.n_head, self.d_k)).transpose(1, 2)
-        v = self.v_proj(x).unflatten(-1, (self.n_head, self.d_v)).transpose(1, 2)
-        return rms_norm(k) * self.d_k**-0.25, v if self.g_proj is None else F.silu(v)
-
-    def _residual(self, wv: Tensor, x: Tensor) -> Tensor:
-        """Gate (if any) and output projection. wv: [b, h, g, t, v] -> [b, t, d_model]."""
-        o = wv.permute(0, 3, 1, 2, 4).flatten(2)
-        return self.o_proj(o if self.g_proj is None else o * F.silu(self.g_proj(x)))
-
-    def _by_distance(self, q: Tensor, sinusoids: Tensor, mask: Tensor | None) -> Tensor:
-        """Positional scores of each query for each row of the sinusoids: [b, h, g, t, d]."""
-        table = sinusoids if mask is None else sinusoids * mask / (1 - self.p_dropsin)
-        r_weight = self.r_proj.weight.unflatten(0, (self.n_head, self.d_k)) * self.d_k**-0.25
-        return scores_by_distance(q, r_weight, table.to(q.dtype))
-
-    def _sinusoids(self, max_distance: int) -> Tensor:
-        weight = self.r_proj.weight
-        return relative_sinusoids(
-            max_distance, self.d_model, self.pe_wavelength, weight.dtype, weight.device
-        )
-
-    def _check(self, x: Tensor, state: AttentionState | None) -> None:
-        if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.d_model:
-            raise ValueError(
-                f"input has shape {tuple(x.shape)}, want [batch, tokens >= 1, {self.d_model}]"
-            )
-        if state is None:
-            return
-        if state.k.shape[0] != x.shape[0]:
-            raise ValueError(
-                f"state is for a batch of {state.k.shape[0]}, input has {x.shape[0]} rows; "
-                "use init_state(batch_size) or state.select(rows)"
-            )
-        got = {
-            "keys": tuple(state.k.shape[1:]),
-            "values": tuple(state.v.shape[1:]),
-            "codes": None if state.z is None else tuple(state.z.shape[1:]),
-            "cache": None if state.cache is None else tuple(state.cache.mean.shape[1:]),
-        }
-        want = self._state_shapes(state.k.shape[2])
-        for name in want:
-            if got[name] != want[name]:
-                raise ValueError(
-                    f"state comes from another model: its {name} are {got[name]} per row, this "
-                    f"layer needs {want[name]}; start from init_state(batch_size)"
-                )
-
-    def _state_shapes(self, window_len: int) -> dict[str, tuple[int, ...] | None]:
-        return {
-            "keys": (self.n_head, window_len, self.d_k),
-            "values": (self.n_head, window_len, self.d_v),
-            "codes": None,
-            "cache": None,
-        }
-
-    def init_state(self, batch_size: int) -> AttentionState:
-        raise NotImplementedError
-
-
-class VQAttention(_Attention):
+class VQAttention(Heads):
     """Dense causal softmax attention over quantized keys, in linear time: for models of your own.
 
     Returns the residual branch of Definition 3.1, so a layer is `x = x + attention(x).y`; the input
@@ -198,20 +95,27 @@ class VQAttention(_Attention):
     def update_codebook(self, usage: CodeUsage) -> None:
         self.quantizer.update(usage)
 
-    def forward(
-        self, x: Tensor, state: AttentionState | None = None, *, sinusoids: Tensor | None = None
+    def _reach(self, state: AttentionState, seq_len: int) -> int:
+        return self.block_len
+
+    def _attend(
+        self, x: Tensor, state: AttentionState, sinusoids: Tensor, layout: Layout | None
     ) -> AttentionOutput:
-        """x: [b, t, d_model], any t from 1 up. `sinusoids` spares a model computing them again."""
-        self._check(x, state)
-        state = self._with_mask(self.init_state(x.shape[0]) if state is None else state)
-        if sinusoids is None:
-            sinusoids = self._sinusoids(self.block_len)
-        outputs = []
+        state = self._with_mask(state)
+        outputs: list[AttentionOutput] = []
+        layouts: list[Layout | None] = []
+        start = 0
         for segment in x.split(self._segment_len(*x.shape[:2]), dim=1):
-            output = run(self._segment, segment, state, sinusoids, recompute=self.recompute)
+            stop = start + segment.shape[1]
+            part = None if layout is None else layout.part(start, stop)
+            output = run(self._segment, segment, state, sinusoids, part, recompute=self.recompute)
             outputs.append(output)
-            state = output.state
-        return outputs[0] if len(outputs) == 1 else _join(outputs)
+            layouts.append(part)
+            state, start = output.state, stop
+        output = outputs[0] if len(outputs) == 1 else _join(outputs, layouts)
+        if layout is None:
+            return output
+        return replace(output, state=replace(output.state, document=layout.document))
 
     def _segment_len(self, batch_size: int, seq_len: int) -> int:
         """How many tokens all operations of the layer work on at a time."""
@@ -222,11 +126,13 @@ class VQAttention(_Attention):
         n_scores = batch_size * self.n_head * self.n_group * (self.n_code + 2 * self.block_len)
         return max(1, AUTO_SCORES // (n_scores * self.block_len)) * self.block_len
 
-    def _segment(self, x: Tensor, state: AttentionState, sinusoids: Tensor) -> AttentionOutput:
+    def _segment(
+        self, x: Tensor, state: AttentionState, sinusoids: Tensor, layout: Layout | None
+    ) -> AttentionOutput:
         x_tilde = rms_norm(x)
         q_content, q_position = self._queries(x_tilde)
         k, v = self._keys_and_values(x_tilde)
-        quantized = self.quantizer(k)
+        quantized = self.quantizer(k, None if layout is None else layout.valid)
         wv, state = vq_attention(
             q_content,
             quantized.k_hat,
@@ -235,6 +141,7 @@ class VQAttention(_Attention):
             self.quantizer.codebook,
             self._by_distance(q_position, sinusoids, state.sinusoid_mask),
             state,
+            layout=layout,
             reduction=self.reduction,
             grad_through_cache=self.grad_through_cache,
         )
@@ -252,7 +159,7 @@ class VQAttention(_Attention):
         return replace(state, sinusoid_mask=mask)
 
 
-class FullAttention(_Attention):
+class FullAttention(Heads):
     """The quadratic baseline: the same layer, keys as they are, positional bias at any distance."""
 
     def __init__(
@@ -274,28 +181,42 @@ class FullAttention(_Attention):
             batch_size, self.n_head, 0, self.d_k, self.d_v, dtype=weight.dtype, device=weight.device
         )
 
-    def forward(
-        self, x: Tensor, state: AttentionState | None = None, *, sinusoids: Tensor | None = None
-    ) -> AttentionOutput:
-        """x: [b, t, d_model]; the state grows by t keys and values."""
-        self._check(x, state)
-        state = self.init_state(x.shape[0]) if state is None else state
-        if sinusoids is None:
-            sinusoids = self._sinusoids(state.k.shape[-2] + x.shape[1] - 1)
-        return run(self._forward, x, state, sinusoids, recompute=self.recompute)
+    def _reach(self, state: AttentionState, seq_len: int) -> int:
+        return state.k.shape[-2] + seq_len - 1
 
-    def _forward(self, x: Tensor, state: AttentionState, sinusoids: Tensor) -> AttentionOutput:
+    def _attend(
+        self, x: Tensor, state: AttentionState, sinusoids: Tensor, layout: Layout | None
+    ) -> AttentionOutput:
+        """The state grows by as many keys and values as there are tokens."""
+        return run(self._forward, x, state, sinusoids, layout, recompute=self.recompute)
+
+    def _forward(
+        self, x: Tensor, state: AttentionState, sinusoids: Tensor, layout: Layout | None
+    ) -> AttentionOutput:
         x_tilde = rms_norm(x)
         q_content, q_position = self._queries(x_tilde)
         k, v = self._keys_and_values(x_tilde)
-        k = torch.cat([state.k.to(k.dtype), k], dim=-2)
-        v = torch.cat([state.v.to(v.dtype), v], dim=-2)
-        mask = self._mask(state, n_key=k.shape[-2])
+        n_past, seq_len = state.k.shape[-2], x.shape[1]
+        k_all = torch.cat([state.k.to(k.dtype), k], dim=-2)
+        v_all = torch.cat([state.v.to(v.dtype), v], dim=-2)
+        mask = self._mask(state, n_past + seq_len)
         bias = causal_bias(self._by_distance(q_position, sinusoids, mask))
-        after = AttentionState(k, v, state.position + x.shape[1], sinusoid_mask=mask)
-        if state.k.shape[-2] > 0:  # rows that were reset have empty slots
-            bias = bias.masked_fill(~after.window_valid[:, None, None, None], -torch.inf)
-        wv = quadratic_attention(q_content, k, v, bias)
+        length = None
+        if layout is not None:
+            length = layout.length
+            seen = in_sight(layout, n_past, n_blocks=1).local
+            bias = bias.masked_fill(~seen[:, :, None].transpose(1, 2), -torch.inf)
+        elif n_past > 0:  # rows that were reset have empty slots
+            empty = ~state.window_valid
+            bias = bias.masked_fill(F.pad(empty, (0, seq_len))[:, None, None, None], -torch.inf)
+        wv = quadratic_attention(q_content, k_all, v_all, bias)
+        after = AttentionState(
+            k=k_all if length is None else newest(state.k, k, n_past + seq_len, length, dim=-2),
+            v=v_all if length is None else newest(state.v, v, n_past + seq_len, length, dim=-2),
+            position=next_position(state.position, seq_len, layout),
+            document=state.document if layout is None else layout.document,
+            sinusoid_mask=mask,
+        )
         return AttentionOutput(self._residual(wv, x_tilde), after, x.new_zeros(()), None)
 
     def _mask(self, state: AttentionState, n_key: int) -> Tensor | None:
@@ -311,13 +232,16 @@ class FullAttention(_Attention):
         return mask
 
 
-def _join(outputs: list[AttentionOutput]) -> AttentionOutput:
-    """One output for consecutive blocks; the commit loss stays a mean over tokens."""
+def _join(outputs: list[AttentionOutput], layouts: list[Layout | None]) -> AttentionOutput:
+    """One output for consecutive segments; the commit loss stays a mean over tokens that count."""
     y = torch.cat([output.y for output in outputs], dim=1)
-    commit_loss = y.new_zeros(())
-    usage = None
-    for output in outputs:
-        commit_loss = commit_loss + output.commit_loss * (output.y.shape[1] / y.shape[1])
-        assert output.code_usage is not None
-        usage = output.code_usage if usage is None else usage + output.code_usage
-    return AttentionOutput(y, outputs[-1].state, commit_loss, usage)
+    n_tokens = [
+        torch.tensor(output.y.shape[:2].numel(), device=y.device)
+        if layout is None or layout.length is None
+        else layout.length.sum()
+        for output, layout in zip(outputs, layouts, strict=True)
+    ]
+    total = torch.stack(n_tokens).sum().clamp(min=1)
+    losses = [output.commit_loss * n / total for output, n in zip(outputs, n_tokens, strict=True)]
+    usages = [output.code_usage for output in outputs if output.code_usage is not None]
+    return AttentionOutput(y, outputs[-1].state, reduce(add, losses), reduce(add, usages))

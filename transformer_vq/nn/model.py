@@ -16,9 +16,17 @@ from torch import Tensor, nn
 
 from transformer_vq.config import ModelConfig
 from transformer_vq.nn.attention import FullAttention, VQAttention
-from transformer_vq.nn.layers import FeedForward, ScaledSinusoids, draw_keep, linear, rms_norm
+from transformer_vq.nn.layers import (
+    FeedForward,
+    ScaledSinusoids,
+    draw_keep,
+    full_precision,
+    linear,
+    rms_norm,
+)
 from transformer_vq.nn.quantizer import CodeUsage
 from transformer_vq.ops.position import relative_sinusoids
+from transformer_vq.ops.ragged import read_layout
 from transformer_vq.ops.state import AttentionState, RowState
 
 
@@ -32,8 +40,13 @@ class ModelState(RowState):
 
     @property
     def position(self) -> Tensor:
-        """How many tokens each row has seen: [b]."""
+        """How many tokens of its document each row has seen: [b]."""
         return self.layers[0].position
+
+    @property
+    def document(self) -> Tensor | None:
+        """The id of the document in which each row stands, if ids were given: [b]."""
+        return self.layers[0].document
 
 
 @dataclass(frozen=True)
@@ -79,15 +92,30 @@ class TransformerVQ(nn.Module):
             raise ValueError(f"batch_size={batch_size}: must be at least 1")
         return ModelState(tuple(layer.init_state(batch_size) for layer in self._attentions()))
 
-    def forward(self, tokens: Tensor, state: ModelState | None = None) -> ModelOutput:
-        """tokens: [b, t] of any length t from 1 up; `state` as returned for what came before."""
+    def forward(
+        self,
+        tokens: Tensor,
+        state: ModelState | None = None,
+        valid: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> ModelOutput:
+        """tokens: [b, t] of any length t from 1 up; `state` as returned for what came before.
+
+        valid: [b, t], False for padding, on either side or in between; it enters no state, loss or
+        codebook and does not move positions. document_ids: [b, t], several documents in a row, each
+        as if it stood alone; the document in which the state ends goes on under the same id.
+        """
+        if valid is not None and valid.shape == tokens.shape and valid.dtype == torch.bool:
+            tokens = tokens.masked_fill(~valid, 0)  # whatever number padding has
         self._check(tokens, state)
         if state is None:
             state = self.init_state(tokens.shape[0])
-        x = self.embed(tokens)
+        layout = read_layout(state.layers[0], tokens.shape[1], valid, document_ids)
+        x = self.embed(tokens if layout is None else layout.gather(tokens))
         if self.positions is not None:
             steps = torch.arange(tokens.shape[1], device=tokens.device)
-            x = x + self.positions(state.position.unsqueeze(-1) + steps)
+            plain = state.position.unsqueeze(-1) + steps
+            x = x + self.positions(plain if layout is None else layout.positions)
 
         sinusoids = self._sinusoids(state, tokens.shape[1])
         branch_keep = self._branch_keep(state)
@@ -98,7 +126,7 @@ class TransformerVQ(nn.Module):
             if isinstance(branch, FeedForward):
                 y = branch(x)
             else:
-                output = branch(x, state.layers[len(states)], sinusoids=sinusoids)
+                output = branch(x, state.layers[len(states)], layout=layout, sinusoids=sinusoids)
                 y = output.y
                 commit_loss = commit_loss + output.commit_loss
                 states.append(output.state)
@@ -108,6 +136,8 @@ class TransformerVQ(nn.Module):
             if branch_keep is not None:
                 y = y * branch_keep[:, i, None, None] / (1 - self.config.p_droplyr)
             x = x + y
+        if layout is not None:
+            x = layout.scatter(x)
         return ModelOutput(
             self._logits(x), ModelState(tuple(states), branch_keep), commit_loss, tuple(usages)
         )
@@ -146,7 +176,7 @@ class TransformerVQ(nn.Module):
         return torch.where(state.position.unsqueeze(-1) == 0, drawn, state.branch_keep)
 
     def _logits(self, x: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with full_precision(x.device):
             weight = self.embed.weight if self.head is None else self.head.weight
             exact = torch.promote_types(weight.dtype, torch.float32)
             x = x.to(exact)

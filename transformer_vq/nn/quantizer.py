@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from transformer_vq.nn.layers import full_precision
 from transformer_vq.ops.cache import accumulation_dtype, code_sums
 
 
@@ -117,12 +118,12 @@ class VectorQuantizer(nn.Module):
             n_head, _, d_k = self.c_sum.shape
             raise ValueError(f"keys have shape {tuple(k.shape)}, want [b, {n_head}, t, {d_k}]")
         # Not when compiling, where it would break the graph: there NaN stays NaN through k_hat.
-        if not torch.compiler.is_compiling() and not torch.isfinite(k).all():
+        if not (torch.compiler.is_compiling() or k.is_meta or torch.isfinite(k).all()):
             raise ValueError(
                 "keys are not finite (NaN or inf), so no code is nearest; look for a diverged "
                 "loss, a too large learning rate or bad input features"
             )
-        with torch.autocast(k.device.type, enabled=False):
+        with full_precision(k.device):
             exact = k.to(accumulation_dtype(k.dtype))
             codebook = self.codebook.to(exact.dtype)
             z = nearest_code(exact.detach(), codebook)

@@ -8,6 +8,7 @@ sequence is cut into segments does not change the result.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype, block_stats
 from transformer_vq.ops.position import local_bias
 from transformer_vq.ops.quadratic import Phi, attention_weights
+from transformer_vq.ops.ragged import Layout, Sight, in_sight, leaving_tokens, newest, next_position
 from transformer_vq.ops.reductions import exclusive_prefix
 from transformer_vq.ops.state import AttentionState
 
@@ -29,6 +31,7 @@ def vq_attention(
     by_distance: Tensor,
     state: AttentionState,
     *,
+    layout: Layout | None = None,
     reduction: str = "auto",
     phi: Phi | None = None,
     grad_through_cache: bool = True,
@@ -38,28 +41,36 @@ def vq_attention(
     q: [b, h, g, t, k], k_hat: [b, h, t, k], z: [b, h, t], v: [b, h, t, v], codebook: [h, s, k],
     by_distance: [b, h, g, t, L + 1] positional scores for distances L, ..., 0
     -> [b, h, g, t, v]. A state without a cache gives attention to the last L tokens only.
+    layout: padding and documents, in the order of `Layout.gather`.
     reduction: "serial", "matmul", "associative", or "input_scan" for one block at a time.
     """
     seq_len, block_len = q.shape[-2], state.k.shape[-2]
-    whole = seq_len - seq_len % block_len
-    step = block_len if reduction == "input_scan" else max(whole, 1)
-    starts = [*range(0, whole, step), *([whole] if whole < seq_len else [])]
-    outputs = []
-    for start, stop in zip(starts, [*starts[1:], seq_len], strict=True):
-        part = slice(start, stop)
+    whole, rest = seq_len - seq_len % block_len, seq_len % block_len
+    sizes = [block_len] * (whole // block_len) if reduction == "input_scan" else [whole]
+    sizes = [size for size in (*sizes, rest) if size > 0]
+    outputs: list[Tensor] = []
+    start = 0
+    # Splits, because the gradient of a slice would be a whole tensor of zeros for every part.
+    for part in zip(
+        q.split(sizes, dim=-2),
+        k_hat.split(sizes, dim=-2),
+        z.split(sizes, dim=-1),
+        v.split(sizes, dim=-2),
+        by_distance.split(sizes, dim=-2),
+        strict=True,
+    ):
+        stop = start + part[0].shape[-2]
         output, state = _attend_blocks(
-            q[..., part, :],
-            k_hat[..., part, :],
-            z[..., part],
-            v[..., part, :],
+            *part,
             codebook,
-            by_distance[..., part, :],
             state,
+            layout=None if layout is None else layout.part(start, stop),
             reduction=reduction,
             phi=phi,
             grad_through_cache=grad_through_cache,
         )
         outputs.append(output)
+        start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2), state
 
 
@@ -68,10 +79,11 @@ def _attend_blocks(
     k_hat: Tensor,
     z: Tensor,
     v: Tensor,
-    codebook: Tensor,
     by_distance: Tensor,
+    codebook: Tensor,
     state: AttentionState,
     *,
+    layout: Layout | None,
     reduction: str,
     phi: Phi | None,
     grad_through_cache: bool,
@@ -87,42 +99,51 @@ def _attend_blocks(
     v_prev = _shift_in(state.v, v, n_blocks, dim=-2)
     z_prev = _shift_in(state.z, z, n_blocks, dim=-1)
     later = state.window_valid.new_ones(q.shape[0], (n_blocks - 1) * window_len)
-    valid_prev = torch.cat([state.window_valid, later], dim=-1)[:, None]  # [b, 1, r * j]
+    valid_prev = torch.cat([state.window_valid, later], dim=-1)  # [b, r * j]
 
     # Tokens leave the window for the cache when the block after theirs is done.
-    cache = prefix = None
-    if state.cache is not None:
-        leaving = slice(0, seq_len)
+    prefix, cache = None, state.cache
+    if cache is not None:
+        leaving = None
+        counted = valid_prev[:, :seq_len].unflatten(-1, (n_blocks, n_query))
+        if layout is not None:
+            leaving = leaving_tokens(layout, state.position, window_len, n_blocks)
+            counted = leaving.counted
+        v_leaving = v_prev[..., :seq_len, :].unflatten(-2, (n_blocks, n_query))
         blocks = block_stats(
-            z_prev[..., leaving].unflatten(-1, (n_blocks, n_query)),
-            (v_prev if grad_through_cache else v_prev.detach())[..., leaving, :].unflatten(
-                -2, (n_blocks, n_query)
-            ),
+            z_prev[..., :seq_len].unflatten(-1, (n_blocks, n_query)),
+            v_leaving if grad_through_cache else v_leaving.detach(),
             codebook.shape[-2],
-            valid_prev[..., leaving].unflatten(-1, (n_blocks, n_query)),
+            counted.unsqueeze(1),
         )
-        initial = state.cache if grad_through_cache else state.cache.detach()
+        if leaving is not None:
+            blocks = replace(blocks, carry=leaving.carry.to(blocks.count.dtype).unsqueeze(1))
+        initial = cache if grad_through_cache else cache.detach()
         prefix, cache = exclusive_prefix(blocks, initial, reduction)
+        if leaving is not None:
+            cache = CacheStats(cache.mean, cache.count * leaving.goes_on.view(-1, 1, 1))
 
     output = _weigh(
         q.unflatten(-2, (n_blocks, n_query)),
         k_prev.unflatten(-2, (n_blocks, window_len)),
         v_prev.unflatten(-2, (n_blocks, window_len)),
-        valid_prev.unflatten(-1, (n_blocks, window_len)),
+        valid_prev.unflatten(-1, (n_blocks, window_len)).unsqueeze(1),
         k_hat.unflatten(-2, (n_blocks, n_query)),
         v.unflatten(-2, (n_blocks, n_query)),
         codebook,
         prefix,
         by_distance.unflatten(-2, (n_blocks, n_query)),
+        None if layout is None else in_sight(layout, window_len, n_blocks),
         phi,
     )
-    after = AttentionState(
-        k=_last(state.k, k_hat, dim=-2),
-        v=_last(state.v, v, dim=-2),
-        position=state.position + seq_len,
-        z=_last(state.z, z, dim=-1),
+    length = None if layout is None else layout.length
+    after = replace(
+        state,
+        k=newest(state.k, k_hat, window_len, length, dim=-2),
+        v=newest(state.v, v, window_len, length, dim=-2),
+        z=newest(state.z, z, window_len, length, dim=-1),
+        position=next_position(state.position, seq_len, layout),
         cache=cache,
-        sinusoid_mask=state.sinusoid_mask,
     )
     return output.flatten(-3, -2), after
 
@@ -137,6 +158,7 @@ def _weigh(
     codebook: Tensor,
     cache: CacheStats | None,
     by_distance: Tensor,
+    sight: Sight | None,
     phi: Phi | None,
 ) -> Tensor:
     """Attention of blocks of queries to their cache, previous block and own block.
@@ -148,6 +170,8 @@ def _weigh(
 
     # 1. Scores of the keys in sight: content, and a local bias that also holds the causal mask.
     bias = local_bias(by_distance, older=0.0 if cache is not None else -torch.inf)
+    if sight is not None:
+        bias = bias.masked_fill(~sight.local[:, None, None], -torch.inf)
     scores_prev = torch.einsum("bhgrik,bhrjk->bhgrij", q, k_prev) + bias[..., :window_len]
     scores_present = torch.einsum("bhgrik,bhrjk->bhgrij", q, k_present) + bias[..., window_len:]
 
@@ -160,6 +184,9 @@ def _weigh(
     ]
     if cache is not None:
         scores_cache = torch.einsum("bhgrik,hsk->bhgris", q, codebook.to(q.dtype))
+        if sight is not None:
+            hidden = ~sight.cache[:, None, None, ..., None]
+            scores_cache = scores_cache.masked_fill(hidden, -torch.inf)
         columns.insert(0, (scores_cache, cache.count, cache.mean.to(dtype)))
     scores = torch.cat([score for score, _, _ in columns], dim=-1)
     multiplicity = torch.cat([n.expand(*k_prev.shape[:3], -1) for _, n, _ in columns], dim=-1)
@@ -181,13 +208,3 @@ def _shift_in(window: Tensor, segment: Tensor, n_blocks: int, dim: int) -> Tenso
         return window
     kept = segment.narrow(dim, 0, segment.shape[dim] - window.shape[dim])
     return torch.cat([window, kept], dim=dim)
-
-
-def _last(window: Tensor, segment: Tensor, dim: int) -> Tensor:
-    """The newest tokens of window and segment together, as many as the window holds."""
-    window_len, seq_len = window.shape[dim], segment.shape[dim]
-    if seq_len >= window_len:
-        # A copy: a view would keep the whole segment in memory for as long as the state lives.
-        return segment.narrow(dim, seq_len - window_len, window_len).clone()
-    kept = window.narrow(dim, seq_len, window_len - seq_len)
-    return torch.cat([kept.to(segment.dtype), segment], dim=dim)

@@ -15,10 +15,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CacheStats:
-    """mean: [..., s, v], count: [..., s]; both in `accumulation_dtype`."""
+    """mean: [..., s, v], count: [..., s]; both in `accumulation_dtype`.
+
+    carry: [...], 0 where these tokens begin a new document, so that nothing before them counts;
+    None stands for 1 everywhere. The mean of a code whose count is 0 means nothing.
+    """
 
     mean: Tensor
     count: Tensor
+    carry: Tensor | None = None
 
     @classmethod
     def empty(
@@ -33,10 +38,11 @@ class CacheStats:
 
     def blocks(self, index: int | slice) -> CacheStats:
         """The statistics of one block or a slice of blocks, for mean: [..., r, s, v]."""
-        return CacheStats(self.mean[..., index, :, :], self.count[..., index, :])
+        carry = None if self.carry is None else self.carry[..., index]
+        return CacheStats(self.mean[..., index, :, :], self.count[..., index, :], carry)
 
     def detach(self) -> CacheStats:
-        return CacheStats(self.mean.detach(), self.count)
+        return CacheStats(self.mean.detach(), self.count, self.carry)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -46,9 +52,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def merge(a: CacheStats, b: CacheStats) -> CacheStats:
     """Statistics of the two token sets together: the count-weighted mean. Associative."""
-    count = a.count + b.count
+    before, carry = a.count, b.carry
+    if b.carry is not None:
+        before = a.count * b.carry.unsqueeze(-1)
+        carry = b.carry if a.carry is None else a.carry * b.carry
+    count = before + b.count
     share = b.count / count.clamp(min=1)
-    return CacheStats(torch.lerp(a.mean, b.mean, share.unsqueeze(-1)), count)
+    return CacheStats(torch.lerp(a.mean, b.mean, share.unsqueeze(-1)), count, carry)
 
 
 def code_sums(

@@ -81,17 +81,21 @@ def quadratic_vq_attention(
     phi: Phi | None = None,
     window_only: bool = False,
     block_starts: Tensor | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:
     """What `vq_attention` computes for a whole sequence, in O(T^2), gradients included.
 
     Shapes as there. In linear time, keys older than the previous block enter through the codebook,
     which has no gradient. block_starts: [t], the first token of each token's block, says which
-    those are; by default blocks are counted from the start of the sequence.
+    those are; by default blocks are counted from the start of the sequence. visible: [b, i, j],
+    which keys a query may see at all, such as those of its own document.
     """
     seq_len, block_len = q.shape[-2], by_distance.shape[-1] - 1
     steps = torch.arange(seq_len, device=q.device)
     if block_starts is None:
         block_starts = steps // block_len * block_len
     bias = distance_bias(by_distance, block_len, window_only=window_only)
+    if visible is not None:
+        bias = bias.masked_fill(~visible[:, None, None], -torch.inf)
     key_gradient = steps[None, :] >= block_starts[:, None] - block_len
     return quadratic_attention(q, k_hat, v, bias, phi=phi, key_gradient=key_gradient)

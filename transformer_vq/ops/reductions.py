@@ -7,6 +7,7 @@ up to rounding. `blocks` has the block axis at mean: [b, h, r, s, v]; `initial` 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.ops.cache import CacheStats, merge
@@ -30,9 +31,11 @@ def exclusive_prefix(
     if reduction not in REDUCTIONS:
         raise ValueError(f"unknown reduction {reduction!r}; choose one of {REDUCTIONS} or 'auto'")
     scan = _matmul if reduction == "matmul" else _associative
+    carry = None if blocks.carry is None else F.pad(blocks.carry, (1, 0), value=1)
     chain = CacheStats(
         torch.cat([initial.mean.unsqueeze(-3), blocks.mean], dim=-3),
         torch.cat([initial.count.unsqueeze(-2), blocks.count], dim=-2),
+        carry,
     )
     inclusive = scan(chain)
     return inclusive.blocks(slice(0, n_blocks)), inclusive.blocks(n_blocks)
@@ -40,10 +43,12 @@ def exclusive_prefix(
 
 def _serial(blocks: CacheStats, initial: CacheStats) -> tuple[CacheStats, CacheStats]:
     """A fold, block after block (Code 2)."""
-    running = [initial]
     # unbind, because the gradient of an index would be a whole tensor of zeros for every block
-    for mean, count in zip(blocks.mean.unbind(-3), blocks.count.unbind(-2), strict=True):
-        running.append(merge(running[-1], CacheStats(mean, count)))
+    means, counts = blocks.mean.unbind(-3), blocks.count.unbind(-2)
+    carries = [None] * len(means) if blocks.carry is None else blocks.carry.unbind(-1)
+    running = [initial]
+    for block in map(CacheStats, means, counts, carries):
+        running.append(merge(running[-1], block))
     prefix = CacheStats(
         torch.stack([stats.mean for stats in running[:-1]], dim=-3),
         torch.stack([stats.count for stats in running[:-1]], dim=-2),
@@ -53,10 +58,18 @@ def _serial(blocks: CacheStats, initial: CacheStats) -> tuple[CacheStats, CacheS
 
 def _matmul(chain: CacheStats) -> CacheStats:
     """The closed form: a lower-triangular matrix of count fractions times the means (Code 3)."""
-    count = chain.count.cumsum(dim=-2)
-    # share[r, g]: which part of the tokens up to block r came from block g
-    share = torch.einsum("...rs,...gs->...srg", count.clamp(min=1).reciprocal(), chain.count).tril()
-    return CacheStats(torch.einsum("...srg,...gsv->...rsv", share, chain.mean), count)
+    n = chain.count.shape[-2]
+    # reaches[r, g]: block g counts for what was seen up to block r
+    reaches = chain.count.new_ones(n, n).tril()
+    if chain.carry is not None:
+        document = (1 - chain.carry).cumsum(-1)
+        same = document.unsqueeze(-1) == document.unsqueeze(-2)
+        reaches = (reaches * same).unsqueeze(-3)
+    tokens = chain.count.transpose(-1, -2).unsqueeze(-2) * reaches  # [..., s, r, g]
+    count = tokens.sum(-1)
+    share = tokens / count.clamp(min=1).unsqueeze(-1)
+    mean = torch.einsum("...srg,...gsv->...rsv", share, chain.mean)
+    return CacheStats(mean, count.transpose(-1, -2))
 
 
 def _associative(chain: CacheStats) -> CacheStats:

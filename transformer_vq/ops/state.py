@@ -50,8 +50,9 @@ class RowState:
 class AttentionState(RowState):
     """k: [b, h, L, k], v: [b, h, L, v], position: [b]; for VQ also z: [b, h, L] and the cache.
 
-    k holds quantized keys for VQ attention. `position` is the number of tokens a row has seen; the
-    newest token stands last in the window, and slots that were never filled come first.
+    k holds quantized keys for VQ attention. `position` is the number of tokens of its document that
+    a row has seen. The newest token stands last in the window; slots that were never filled, or
+    that belong to an earlier document, come first.
     """
 
     k: Tensor
@@ -59,6 +60,8 @@ class AttentionState(RowState):
     position: Tensor
     z: Tensor | None = None
     cache: CacheStats | None = None
+    document: Tensor | None = None
+    """Id of the document in which each row stands, [b]; None if no ids were ever given."""
     sinusoid_mask: Tensor | None = field(default=None, metadata={"shared_by_rows": True})
     """Dropout on the sinusoids, [d, d_model]: drawn once and kept for the whole sequence."""
 

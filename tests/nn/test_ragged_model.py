@@ -1,0 +1,191 @@
+"""Padding and documents at the surface: the model and the layer."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import assert_close, tiny_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformer_vq import TransformerVQ, VQAttention
+
+HEAD_TYPES = ["shga", "mqa", "mha"]
+
+
+def make(**overrides) -> TransformerVQ:
+    torch.manual_seed(0)
+    model = TransformerVQ(tiny_config(absolute_positions=True, **overrides)).double()
+    torch.nn.init.ones_(model.positions.scale)
+    return model
+
+
+def tokens(batch_size: int, seq_len: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(17, (batch_size, seq_len), generator=generator)
+
+
+def run(model, x, cuts=(), **ragged):
+    """Logits of all segments, tokens that count per segment, outputs."""
+    state, outputs = None, []
+    for start, stop in pairwise([0, *cuts, x.shape[1]]):
+        part = {name: value[:, start:stop] for name, value in ragged.items()}
+        outputs.append(model(x[:, start:stop], state, **part))
+        state = outputs[-1].state
+    return torch.cat([output.logits for output in outputs], dim=1), outputs
+
+
+def total_usage(outputs):
+    usages = outputs[0].code_usage
+    for output in outputs[1:]:
+        usages = [a + b for a, b in zip(usages, output.code_usage, strict=True)]
+    return usages
+
+
+@pytest.mark.parametrize("attention", ["vq", "full"])
+@pytest.mark.parametrize("head_type", HEAD_TYPES)
+@given(
+    lengths=st.lists(st.sampled_from([1, 2, 4, 5, 8, 11, 17]), min_size=1, max_size=5),
+    cuts=st.sets(st.integers(1, 60), max_size=3),
+    reduction=st.sampled_from(["auto", "serial", "matmul", "associative", "input_scan"]),
+)
+@settings(max_examples=15)
+def test_packed_documents_equal_each_run_alone(head_type, attention, lengths, cuts, reduction):
+    model = make(head_type=head_type, attention=attention, reduction=reduction, n_layer=1)
+    total = sum(lengths)
+    x = tokens(1, total)
+    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
+    logits, outputs = run(model, x, sorted(c for c in cuts if c < total), document_ids=ids)
+    alone = [model(part) for part in x.split(lengths, dim=1)]
+    assert_close("logits", logits, torch.cat([output.logits for output in alone], dim=1))
+    for got, want in zip(total_usage(outputs), total_usage(alone), strict=True):
+        assert torch.equal(got.count, want.count)
+        assert_close("usage", got.sum, want.sum)
+    if attention == "vq":
+        sizes = [output.logits.shape[1] for output in outputs]
+        got_loss = sum(o.commit_loss * n for o, n in zip(outputs, sizes, strict=True))
+        want_loss = sum(o.commit_loss * n for o, n in zip(alone, lengths, strict=True))
+        assert_close("commit loss", got_loss, want_loss)
+
+
+@pytest.mark.parametrize("attention", ["vq", "full"])
+@pytest.mark.parametrize("head_type", HEAD_TYPES)
+@given(
+    side=st.sampled_from(["left", "right", "anywhere"]),
+    cuts=st.sets(st.integers(1, 25), max_size=3),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=15)
+def test_a_padded_batch_equals_its_rows_run_alone(head_type, attention, side, cuts, seed):
+    model = make(head_type=head_type, attention=attention, n_layer=1)
+    x = tokens(3, 26, seed)
+    generator = torch.Generator().manual_seed(seed)
+    if side == "anywhere":
+        valid = torch.rand(3, 26, generator=generator) < 0.5
+        valid[:, 7] = True
+    else:
+        valid = torch.arange(26) < torch.randint(1, 27, (3, 1), generator=generator)
+        valid = valid.flip(1) if side == "left" else valid
+    logits, outputs = run(model, x.masked_fill(~valid, -100), sorted(cuts), valid=valid)
+    alone = [model(x[row][valid[row]][None]) for row in range(3)]
+    for row, want in enumerate(alone):
+        assert_close("row", logits[row][valid[row]], want.logits[0])
+    assert outputs[-1].state.position.tolist() == valid.sum(1).tolist()
+    for got, want in zip(total_usage(outputs), total_usage(alone), strict=True):
+        assert torch.equal(got.count, want.count)
+        assert_close("usage", got.sum, want.sum)
+    if attention == "vq" and not cuts:
+        n_tokens = valid.sum(1).tolist()
+        want_loss = sum(o.commit_loss * n for o, n in zip(alone, n_tokens, strict=True))
+        assert_close("commit loss", outputs[0].commit_loss, want_loss / sum(n_tokens))
+
+
+def test_rows_at_different_positions_go_on_together():
+    """A left-padded prompt, then one token at a time for all rows: batched generation."""
+    model = make()
+    lengths = [13, 4, 7]
+    x = tokens(3, 20)
+    prompt, valid = torch.zeros(3, 13, dtype=torch.int64), torch.zeros(3, 13, dtype=torch.bool)
+    for row, n in enumerate(lengths):
+        prompt[row, 13 - n :], valid[row, 13 - n :] = x[row, :n], True
+    output = model(prompt, valid=valid)
+    for step in range(7):
+        nxt = torch.stack([x[row, n + step] for row, n in enumerate(lengths)])[:, None]
+        output = model(nxt, output.state)
+    for row, n in enumerate(lengths):
+        want = model(x[row : row + 1, : n + 7]).logits[0, -1]
+        assert_close("last logits", output.logits[row, 0], want)
+
+
+def test_rows_may_pause():
+    """A row whose tokens are all padding stays where it is."""
+    model = make()
+    x = tokens(2, 9)
+    before = model(x).state
+    valid = torch.tensor([[True], [False]])
+    after = model(x[:, :1], before, valid=valid).state
+    assert after.position.tolist() == [10, 9]
+    for got, want in zip(after.layers, before.layers, strict=True):
+        assert torch.equal(got.v[1], want.v[1])
+        assert torch.equal(got.cache.count[1], want.cache.count[1])
+    assert_close("next", model(x[:, :1], after).logits[1], model(x[:, :1], before).logits[1])
+
+
+def test_a_reset_between_windows_is_a_document_that_ends_there():
+    model = make()
+    x = tokens(2, 24)
+    ids = torch.zeros(2, 24, dtype=torch.int64)
+    ids[1, 10:] = 1
+    packed = model(x, document_ids=ids).logits
+    first = model(x[:, :10])
+    second = model(x[:, 10:], first.state.reset(torch.tensor([False, True])))
+    assert_close("logits", torch.cat([first.logits, second.logits], dim=1), packed)
+
+
+@pytest.mark.parametrize("reduction", ["auto", "input_scan"])
+def test_recomputation_changes_nothing_for_ragged_batches(reduction):
+    x, valid = tokens(2, 22), torch.rand(2, 22) < 0.8
+    ids = torch.arange(22).expand(2, -1) // 6
+    grads = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        config = tiny_config(reduction=reduction)
+        model = TransformerVQ(config, recompute=recompute).double()
+        output = model(x, valid=valid, document_ids=ids)
+        (output.logits[valid].square().mean() + output.commit_loss).backward()
+        grads.append([p.grad for p in model.parameters()])
+    for got, want in zip(*grads, strict=True):
+        assert_close("gradient", got, want)
+
+
+def test_padding_gets_no_gradient():
+    layer = VQAttention(16, d_k=8, n_code=7, block_len=4).double()
+    x = torch.randn(2, 14, 16, dtype=torch.float64, requires_grad=True)
+    valid = torch.arange(14) >= torch.tensor([[5], [0]])
+    output = layer(x, valid=valid)
+    assert not output.y[~valid].any()
+    (output.y.square().sum() + output.commit_loss).backward()
+    assert not x.grad[~valid].any()
+    assert x.grad[valid].any()
+
+
+def test_bad_layouts_are_refused_at_the_surface():
+    model = make()
+    x = tokens(2, 6)
+    with pytest.raises(ValueError, match="valid has shape"):
+        model(x, valid=torch.ones(2, 5, dtype=torch.bool))
+    with pytest.raises(ValueError, match="comes back"):
+        model(x, document_ids=torch.tensor([[0, 1, 0, 1, 0, 1]] * 2))
+    with pytest.raises(ValueError, match="not known"):
+        model(x, model(x).state, document_ids=torch.zeros_like(x))
+
+
+def test_what_stands_in_padding_does_not_matter_even_if_it_is_nan():
+    layer = VQAttention(16, d_k=8, n_code=7, block_len=4).double()
+    x = torch.randn(2, 14, 16, dtype=torch.float64)
+    valid = torch.arange(14) >= torch.tensor([[5], [0]])
+    want = layer(x, valid=valid)
+    x[0, :5] = torch.nan
+    got = layer(x, valid=valid)
+    assert torch.equal(got.y, want.y)
+    assert torch.equal(got.code_usage.sum, want.code_usage.sum)

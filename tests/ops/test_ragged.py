@@ -1,0 +1,227 @@
+"""Padding and documents in linear time: each document, each padded row, as if it stood alone."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import Inputs, assert_close, attention_inputs, block_starts, reference
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transformer_vq.ops.blockwise import vq_attention
+from transformer_vq.ops.quadratic import quadratic_vq_attention
+from transformer_vq.ops.ragged import Layout, document_ids_from_starts, read_layout
+
+REDUCTIONS = ["auto", "serial", "matmul", "associative", "input_scan"]
+HEADS = {"shga": (1, 1), "mqa": (1, 2), "mha": (2, 1)}
+L = 4
+# One token, shorter and longer than L, on and off its multiples.
+LENGTHS = st.lists(st.sampled_from([1, 2, 3, 4, 5, 8, 9, 13, 16, 21]), min_size=1, max_size=6)
+
+
+def ids_of(lengths: list[int]) -> torch.Tensor:
+    """Ids in no particular order: only where they change matters."""
+    ids = [(7 * n) % 31 for n in range(len(lengths))]
+    return torch.tensor(ids).repeat_interleave(torch.tensor(lengths))
+
+
+def rows_of(inputs: Inputs, row: int, index: torch.Tensor) -> Inputs:
+    """One row's tokens at the given places, as a sequence of its own."""
+    at = slice(row, row + 1)
+    return Inputs(
+        inputs.q[at][..., index, :],
+        inputs.k_hat[at][..., index, :],
+        inputs.z[at][..., index],
+        inputs.v[at][..., index, :],
+        inputs.codebook,
+        inputs.by_distance[at][..., index, :],
+        inputs.block_len,
+    )
+
+
+def run(inputs, cuts, *, document_ids=None, valid=None, cache=True, **options):
+    """In segments, with the state carried, outputs in the order of the input."""
+    state, outputs = inputs.empty_state(cache), []
+    for start, stop in pairwise([0, *cuts, inputs.q.shape[-2]]):
+        ids = None if document_ids is None else document_ids[:, start:stop]
+        counted = None if valid is None else valid[:, start:stop]
+        layout = read_layout(state, stop - start, counted, ids)
+        q, k_hat, z, v, codebook, by_distance = inputs.part(start, stop)
+        if layout is not None and layout.order is not None:
+            order = layout.order
+
+            def gather(x, order=order):
+                index = order.view(len(order), *[1] * (x.ndim - 3), -1, 1).expand_as(x)
+                return x.gather(-2, index)
+
+            q, k_hat, v, by_distance = (gather(x) for x in (q, k_hat, v, by_distance))
+            z = gather(z.unsqueeze(-1)).squeeze(-1)
+        output, state = vq_attention(
+            q, k_hat, z, v, codebook, by_distance, state, layout=layout, **options
+        )
+        state = state if layout is None else replace(state, document=layout.document)
+        if layout is not None and layout.order is not None:
+            output = layout.scatter(output.movedim(-2, 1)).movedim(1, -2)
+        outputs.append(output)
+    return torch.cat(outputs, dim=-2), state
+
+
+@given(
+    lengths=st.tuples(LENGTHS, LENGTHS),
+    cuts=st.sets(st.integers(1, 100), max_size=5),
+    reduction=st.sampled_from(REDUCTIONS),
+    heads=st.sampled_from(sorted(HEADS)),
+    cache=st.booleans(),
+)
+def test_packed_documents_equal_each_run_alone(lengths, cuts, reduction, heads, cache):
+    h, g = HEADS[heads]
+    total = max(sum(row) for row in lengths)
+    lengths = [[*row, *([total - sum(row)] if sum(row) < total else [])] for row in lengths]
+    inputs = attention_inputs(total, h=h, g=g, block_len=L)
+    ids = torch.stack([ids_of(row) for row in lengths])
+    cuts = tuple(sorted(cut for cut in cuts if cut < total))
+    got, state = run(inputs, cuts, document_ids=ids, cache=cache, reduction=reduction)
+    for row, row_lengths in enumerate(lengths):
+        start = 0
+        for length in row_lengths:
+            alone = rows_of(inputs, row, torch.arange(start, start + length))
+            want = reference(alone, window_only=not cache)
+            assert_close("document", got[row : row + 1, ..., start : start + length, :], want)
+            start += length
+        # The state holds the last document and nothing else.
+        _, want_state = run(alone, (), cache=cache)
+        assert int(state.position[row]) == length
+        recent = min(length, L)
+        assert torch.equal(state.v[row, :, L - recent :], want_state.v[0, :, L - recent :])
+        if cache:
+            assert torch.equal(state.cache.count[row], want_state.cache.count[0])
+            weight = want_state.cache.count[0, ..., None]
+            assert_close("cache", state.cache.mean[row] * weight, want_state.cache.mean[0] * weight)
+
+
+@pytest.mark.parametrize("cuts", [(), (5, 6), (16,)])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_gradients_equal_those_of_the_reference_with_the_document_mask(reduction, heads, cuts):
+    h, g = HEADS[heads]
+    lengths = [[13, 1, 4, 9, 6], [2, 31]]
+    inputs = attention_inputs(33, h=h, g=g, block_len=L, requires_grad=True)
+    ids = torch.stack([ids_of(row) for row in lengths])
+    got, _ = run(inputs, cuts, document_ids=ids, reduction=reduction)
+    want = quadratic_vq_attention(
+        inputs.q,
+        inputs.k_hat,
+        inputs.v,
+        inputs.by_distance,
+        block_starts=block_starts(33, L, cuts),
+        visible=ids[:, :, None] == ids[:, None, :],
+    )
+    assert_close("output", got, want)
+    probe = torch.randn_like(want)
+    leaves = inputs.leaves()
+    got_grads = torch.autograd.grad((got * probe).sum(), list(leaves.values()))
+    want_grads = torch.autograd.grad((want * probe).sum(), list(leaves.values()))
+    for name, got_grad, want_grad in zip(leaves, got_grads, want_grads, strict=True):
+        assert_close(f"gradient of {name}", got_grad, want_grad)
+
+
+@given(
+    seq_len=st.integers(1, 40),
+    kind=st.sampled_from(["left", "right", "anywhere"]),
+    cuts=st.sets(st.integers(1, 39), max_size=4),
+    reduction=st.sampled_from(REDUCTIONS),
+    seed=st.integers(0, 1000),
+)
+def test_a_padded_batch_equals_its_rows_run_alone(seq_len, kind, cuts, reduction, seed):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = attention_inputs(seq_len, b=3, block_len=L, seed=seed)
+    if kind == "anywhere":
+        valid = torch.rand(3, seq_len, generator=generator) < 0.6
+    else:
+        length = torch.randint(0, seq_len + 1, (3, 1), generator=generator)
+        valid = torch.arange(seq_len) < length
+        valid = valid.flip(1) if kind == "left" else valid
+    cuts = tuple(sorted(cut for cut in cuts if cut < seq_len))
+    got, state = run(inputs, cuts, valid=valid, reduction=reduction)
+    assert state.position.tolist() == valid.sum(1).tolist()
+    for row in range(3):
+        index = valid[row].nonzero().flatten()
+        assert not got[row][..., ~valid[row], :].any()
+        if len(index):
+            want = reference(rows_of(inputs, row, index))
+            assert_close("row", got[row : row + 1][..., index, :], want)
+
+
+@given(lengths=LENGTHS, cuts=st.sets(st.integers(1, 100), max_size=4), seed=st.integers(0, 1000))
+def test_padding_and_documents_together(lengths, cuts, seed):
+    total = sum(lengths)
+    inputs = attention_inputs(total, b=1, block_len=L, seed=seed)
+    valid = torch.rand(1, total, generator=torch.Generator().manual_seed(seed)) < 0.7
+    ids = ids_of(lengths)[None]
+    cuts = tuple(sorted(cut for cut in cuts if cut < total))
+    got, _ = run(inputs, cuts, document_ids=ids.masked_fill(~valid, -100), valid=valid)
+    for document in ids.unique():
+        index = ((ids[0] == document) & valid[0]).nonzero().flatten()
+        if len(index):
+            assert_close("document", got[..., index, :], reference(rows_of(inputs, 0, index)))
+
+
+def test_starts_become_ids_that_go_on_across_segments():
+    inputs = attention_inputs(10, b=1, block_len=L)
+    starts = torch.tensor([[1, 0, 0, 1, 0, 0, 0, 1, 0, 0]], dtype=torch.bool)
+    whole, _ = run(inputs, (), document_ids=document_ids_from_starts(starts))
+    state, parts = inputs.empty_state(), []
+    for start, stop in ((0, 5), (5, 7), (7, 10)):
+        ids = document_ids_from_starts(starts[:, start:stop], state.document)
+        layout = read_layout(state, stop - start, None, ids)
+        output, state = vq_attention(*inputs.part(start, stop), state, layout=layout)
+        state = replace(state, document=layout.document)
+        parts.append(output)
+    assert_close("output", torch.cat(parts, dim=-2), whole)
+
+
+def test_plain_input_has_no_layout():
+    assert read_layout(attention_inputs(3).empty_state(), 3) is None
+
+
+def test_gather_and_scatter_are_inverse_but_for_padding():
+    valid = torch.tensor([[False, True, True, False], [True, False, True, True]])
+    state = attention_inputs(4).empty_state()
+    layout = read_layout(state, 4, valid)
+    x = torch.randn(2, 4, 3)
+    assert torch.equal(layout.gather(x)[0, :2], x[0, 1:3])
+    assert torch.equal(layout.scatter(layout.gather(x)), x * valid[..., None])
+    assert Layout(torch.zeros(2, 4)).valid is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"valid": torch.ones(2, 3)}, "want torch.bool"),
+        ({"valid": torch.ones(2, 4, dtype=torch.bool)}, r"shape \(2, 4\), want \(2, 3\)"),
+        ({"document_ids": torch.zeros(2, dtype=torch.int64)}, "shape"),
+        ({"document_ids": torch.zeros(2, 3)}, "whole numbers"),
+        ({"document_ids": torch.tensor([[0, 0, 0], [1, 2, 1]])}, "comes back in row 1"),
+        ({"document_ids": torch.tensor([[0, 0, -1], [0, 0, 0]])}, "negative"),
+    ],
+)
+def test_malformed_or_contradictory_input_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        read_layout(attention_inputs(3).empty_state(), 3, **arguments)
+
+
+def test_documents_after_a_state_without_documents_are_refused():
+    inputs = attention_inputs(6, block_len=L)
+    _, state = vq_attention(*inputs.part(0, 3), inputs.empty_state())
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(ValueError, match="not known whether its document goes on"):
+        read_layout(state, 3, None, ids)
+    assert read_layout(state.reset(torch.tensor([True, True])), 3, None, ids) is not None
+
+
+def test_a_document_that_comes_back_in_a_later_segment_is_refused():
+    inputs = attention_inputs(6, block_len=L)
+    _, state = run(inputs, (), document_ids=torch.full((2, 6), 5))
+    with pytest.raises(ValueError, match="comes back"):
+        read_layout(state, 2, None, torch.tensor([[5, 6], [6, 5]]))

@@ -12,7 +12,7 @@ LAYERS = [
     {"ops", "config"},
     {"nn"},
     {"presets", "interop"},
-    {"bench"},
+    {"training", "bench"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

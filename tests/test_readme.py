@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from transformer_vq.bench import documents, scaling
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -41,6 +43,11 @@ def test_the_table_points_at_things_that_exist(paper, code, test):
     assert not function or f"def {function}(" in (ROOT / path).read_text()
 
 
+def test_the_cost_of_documents_is_the_recorded_one():
+    result = json.loads((ROOT / "benchmarks" / "documents.json").read_text())
+    assert documents.table(result) in README
+
+
 def test_the_tree_lists_every_module():
     for path in (ROOT / "transformer_vq").rglob("*.py"):
         if path.name != "__init__.py" and path.parent.name != "bench":
@@ -49,14 +56,9 @@ def test_the_tree_lists_every_module():
 
 def test_figures_are_those_of_the_recorded_benchmark():
     rows = json.loads((ROOT / "benchmarks" / "scaling.json").read_text())["rows"]
+    assert scaling.table({"rows": rows}) in README
     times = {(row["attention"], row["seq_len"]): row["us_per_token"] for row in rows}
     base = times["vq", 8192]
-    for row in rows:
-        line = (
-            f"| {row['attention']} | {row['seq_len']:,} | {row['us_per_token']:.1f} "
-            f"| {row['peak_gb']:.2f} | {row['us_per_token'] / base:.2f} |"
-        )
-        assert line in README
     longest = next(row for row in rows if row["seq_len"] == 131072)
     assert f"| {times['vq', 131072] / base:.2f} | `make bench` |" in README
     assert f"| {longest['peak_gb']:.1f} GB | `make bench` |" in README

@@ -1,6 +1,6 @@
 """Transformer-VQ in PyTorch: dense softmax attention in linear time (Lingle, ICLR 2024)."""
 
-from transformer_vq.config import ModelConfig, RunConfig
+from transformer_vq.config import ModelConfig, OptimConfig, RunConfig
 from transformer_vq.interop import load_official
 from transformer_vq.nn.attention import FullAttention, VQAttention
 from transformer_vq.nn.heads import AttentionOutput
@@ -22,6 +22,7 @@ __all__ = [
     "ModelConfig",
     "ModelOutput",
     "ModelState",
+    "OptimConfig",
     "RunConfig",
     "TransformerVQ",
     "VQAttention",

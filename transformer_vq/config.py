@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_type_hints
+from dataclasses import dataclass, field
+from typing import Literal, get_args, get_origin, get_type_hints
 
 HeadType = Literal["shga", "mqa", "mha"]
 AttentionType = Literal["vq", "full"]
 Reduction = Literal["auto", "serial", "matmul", "associative", "input_scan"]
 CodebookInit = Literal["random", "keys"]
+OptimizerName = Literal["adamw", "adafactor"]
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,7 @@ class ModelConfig:
     """Replace codes whose running count falls below this by recent keys; 0 never does."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for name in (f.name for f in fields(self)):
-            choices = get_args(hints[name])
-            if choices and getattr(self, name) not in choices:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {choices}")
+        _check_choices(self)
         for name in ("vocab_size", "d_model", "n_layer", "d_k", "n_code", "block_len"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
@@ -88,8 +85,58 @@ class ModelConfig:
             raise ValueError("commit_coef and revive_below must not be negative")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class OptimConfig:
+    """How weights are updated; the defaults are those of the paper's small models."""
+
+    optimizer: OptimizerName = "adamw"
+    """AdamW, or Adafactor with steps relative to the size of a parameter."""
+    lr: float = 4e-4
+    """Peak of the learning rate."""
+    warmup: int = 10_000
+    """Updates in which the learning rate climbs from zero to its peak."""
+    lr_final_share: float = 0.1
+    """What a cosine leaves of the peak at the end of training."""
+    weight_decay: float = 0.0
+    """Part of a weight taken off at every update, not multiplied by the learning rate."""
+    grad_clip: float | None = 0.1
+    """Largest norm of all gradients together; None does not clip."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Decay of AdamW's first and second moments."""
+    eps: float = 1e-9
+    """AdamW's guard against division by zero."""
+    update_clip: float = 1.0
+    """Largest root mean square of an Adafactor update."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        for name in ("lr", "eps", "update_clip"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be above 0")
+        if self.grad_clip is not None and self.grad_clip <= 0:
+            raise ValueError(f"grad_clip={self.grad_clip!r}: must be above 0, or None")
+        if self.warmup < 0:
+            raise ValueError(f"warmup={self.warmup!r}: must not be negative")
+        if not 0 <= self.weight_decay < 1:
+            raise ValueError(f"weight_decay={self.weight_decay!r}: must be at least 0 and below 1")
+        if not 0 <= self.lr_final_share <= 1:
+            raise ValueError(f"lr_final_share={self.lr_final_share!r}: must be from 0 to 1")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas={self.betas!r}: must be at least 0 and below 1")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run; a preset is one of these."""
 
     model: ModelConfig
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+def _check_choices(config: object) -> None:
+    """Every field whose type is a list of words holds one of them."""
+    hints = get_type_hints(type(config))
+    for name, hint in hints.items():
+        choices = get_args(hint)
+        if get_origin(hint) is Literal and getattr(config, name) not in choices:
+            raise ValueError(f"{name}={getattr(config, name)!r}: choose one of {choices}")

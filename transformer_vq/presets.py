@@ -1,10 +1,10 @@
-"""The models of the paper (its hyperparameter table) as data."""
+"""The paper's hyperparameter table as data."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from transformer_vq.config import ModelConfig, RunConfig
+from transformer_vq.config import ModelConfig, OptimConfig, RunConfig
 
 # Small models have an output head of their own; large ones share the embeddings, normalise the
 # features and scale them down.
@@ -18,11 +18,22 @@ _LARGE = ModelConfig(
     logit_scale=0.005,
 )
 
+_ADAMW = OptimConfig()
+_ADAFACTOR = OptimConfig(optimizer="adafactor", lr=0.01, grad_clip=None)
+
 PRESETS: dict[str, RunConfig] = {
-    "enwik8-190m": RunConfig(model=replace(_SMALL, p_dropsin=0.2, p_dropres=0.5, p_droplyr=0.3)),
-    "pg19-1.3b": RunConfig(
-        model=replace(_LARGE, vocab_size=32_000, p_dropsin=0.1, p_dropres=0.1, p_droplyr=0.1)
+    "enwik8-190m": RunConfig(
+        model=replace(_SMALL, p_dropsin=0.2, p_dropres=0.5, p_droplyr=0.3),
+        optim=replace(_ADAMW, weight_decay=2e-4),
     ),
-    "imagenet64-190m": RunConfig(model=replace(_SMALL, p_dropsin=0.1, absolute_positions=True)),
-    "imagenet64-1.2b": RunConfig(model=replace(_LARGE, p_dropsin=0.1, absolute_positions=True)),
+    "pg19-1.3b": RunConfig(
+        model=replace(_LARGE, vocab_size=32_000, p_dropsin=0.1, p_dropres=0.1, p_droplyr=0.1),
+        optim=_ADAFACTOR,
+    ),
+    "imagenet64-190m": RunConfig(
+        model=replace(_SMALL, p_dropsin=0.1, absolute_positions=True), optim=_ADAMW
+    ),
+    "imagenet64-1.2b": RunConfig(
+        model=replace(_LARGE, p_dropsin=0.1, absolute_positions=True), optim=_ADAFACTOR
+    ),
 }

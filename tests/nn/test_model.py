@@ -233,7 +233,8 @@ def test_a_file_that_is_no_model_is_refused_by_name(tmp_path):
         (torch.zeros(5, dtype=torch.int64), "shape"),
         (torch.zeros(0, 5, dtype=torch.int64), "shape"),
         (torch.zeros(2, 0, dtype=torch.int64), "shape"),
-        (torch.zeros(2, 5), "int64"),
+        (torch.zeros(2, 5), "want whole numbers"),
+        (torch.zeros(2, 5, dtype=torch.bool), "want whole numbers"),
         (torch.tensor([[1, 99]]), "token 99 is outside the vocabulary of 17"),
         (torch.tensor([[1, -1]]), "token -1 is outside"),
     ],
@@ -241,6 +242,11 @@ def test_a_file_that_is_no_model_is_refused_by_name(tmp_path):
 def test_bad_tokens_are_refused(bad, message):
     with pytest.raises(ValueError, match=message):
         make()(bad)
+
+
+def test_bytes_are_tokens_too():
+    x = tokens(2, 9)
+    assert torch.equal(make()(x.to(torch.uint8)).logits, make()(x).logits)
 
 
 def test_a_state_of_another_model_or_batch_is_refused():

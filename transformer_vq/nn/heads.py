@@ -55,14 +55,16 @@ class Heads(nn.Module):
         self.g_proj = linear(d_model, self.d_v) if head_type == "shga" else None
         self.r_proj = linear(d_model, self.n_head * d_k)
         self.o_proj = linear(n_query_head * self.d_v, d_model)
-        self.u = nn.Parameter(torch.zeros(self.n_head, self.n_group, 1, d_k))
-        self.v = nn.Parameter(torch.zeros(self.n_head, self.n_group, 1, d_k))
+        # Vectors, not tensors by head: optimizers treat parameters by their number of axes.
+        self.u = nn.Parameter(torch.zeros(n_query_head * d_k))
+        self.v = nn.Parameter(torch.zeros(n_query_head * d_k))
 
     def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Queries for content, q + u, and for position, q + v: [b, h, g, t, k] each."""
         q = self.q_proj(x).unflatten(-1, (self.n_head, self.n_group, self.d_k))
         q = rms_norm(q).permute(0, 2, 3, 1, 4)
-        return (q + self.u) * self.d_k**-0.25, (q + self.v) * self.d_k**-0.25
+        u, v = (x.view(self.n_head, self.n_group, 1, self.d_k) for x in (self.u, self.v))
+        return (q + u) * self.d_k**-0.25, (q + v) * self.d_k**-0.25
 
     def _keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """k: [b, h, t, k] and v: [b, h, t, v]."""

@@ -111,7 +111,7 @@ class TransformerVQ(nn.Module):
         if state is None:
             state = self.init_state(tokens.shape[0])
         layout = read_layout(state.layers[0], tokens.shape[1], valid, document_ids)
-        x = self.embed(tokens if layout is None else layout.gather(tokens))
+        x = self.embed((tokens if layout is None else layout.gather(tokens)).long())
         if self.positions is not None:
             steps = torch.arange(tokens.shape[1], device=tokens.device)
             plain = state.position.unsqueeze(-1) + steps
@@ -180,15 +180,18 @@ class TransformerVQ(nn.Module):
             weight = self.embed.weight if self.head is None else self.head.weight
             exact = torch.promote_types(weight.dtype, torch.float32)
             x = x.to(exact)
-            x = (rms_norm(x) if self.config.final_norm else x) * self.config.logit_scale
+            if self.config.final_norm:
+                x = rms_norm(x)
+            if self.config.logit_scale != 1.0:
+                x = x * self.config.logit_scale
             bias = None if self.head is None else self.head.bias.to(exact)
             return F.linear(x, weight.to(exact), bias)
 
     def _check(self, tokens: Tensor, state: ModelState | None) -> None:
         if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 1:
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}, want [batch, tokens >= 1]")
-        if tokens.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"tokens are {tokens.dtype}, want torch.int64 (tokens.long())")
+        if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+            raise ValueError(f"tokens are {tokens.dtype}, want whole numbers (torch.int64)")
         if state is not None and len(state.layers) != len(self._attentions()):
             raise ValueError(
                 f"state comes from another model: it has {len(state.layers)} attention layers, "

@@ -1,0 +1,191 @@
+"""Optimizer steps and the schedule against arithmetic by hand."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import tiny_config
+
+from transformer_vq import PRESETS, TransformerVQ
+from transformer_vq.config import OptimConfig
+from transformer_vq.training.optim import Adafactor, AdamW, learning_rate, make_optimizer
+
+
+def test_learning_rate_of_the_paper():
+    config = PRESETS["enwik8-190m"].optim
+    rate = [learning_rate(config, update, 125_000) for update in range(125_001)]
+    assert rate[0] == 0.0
+    assert rate[1] == pytest.approx(4e-8)
+    assert rate[10_000] == pytest.approx(4e-4)
+    assert rate[67_500] == pytest.approx((4e-4 + 4e-5) / 2)  # halfway down the cosine
+    assert rate[125_000] == pytest.approx(4e-5)
+    assert max(rate) == rate[10_000]
+    assert rate[:10_001] == sorted(rate[:10_001])
+    assert rate[10_000:] == sorted(rate[10_000:], reverse=True)
+    assert learning_rate(config, 200_000, 125_000) == pytest.approx(4e-5)
+
+
+def test_no_warm_up_begins_at_the_peak():
+    assert learning_rate(OptimConfig(lr=0.1, warmup=0), 0, 10) == pytest.approx(0.1)
+
+
+def test_adamw_steps_by_hand_with_decay_that_ignores_the_learning_rate():
+    beta1, beta2, eps, decay = 0.9, 0.98, 1e-9, 0.125
+    p = torch.tensor([[1.0, -2.0]], dtype=torch.float64, requires_grad=True)
+    optimizer = AdamW(
+        [{"params": [p], "decay_per_update": decay}], lr=0.0, betas=(beta1, beta2), eps=eps
+    )
+    want, m, v = np.array([[1.0, -2.0]]), np.zeros((1, 2)), np.zeros((1, 2))
+    for t, (rate, grad) in enumerate(
+        [(0.0, [0.3, 0.1]), (0.01, [-0.2, 0.4]), (0.02, [0.5, 0.5])], 1
+    ):
+        grad = np.array([grad])
+        m = beta1 * m + (1 - beta1) * grad
+        v = beta2 * v + (1 - beta2) * grad**2
+        step = (m / (1 - beta1**t)) / (np.sqrt(v / (1 - beta2**t)) + eps)
+        want = want - rate * step - decay * want
+        optimizer.param_groups[0]["lr"] = rate
+        p.grad = torch.from_numpy(grad)
+        optimizer.step()
+        np.testing.assert_allclose(p.detach().numpy(), want, rtol=1e-12)
+
+
+def test_the_stock_adamw_would_decay_by_the_learning_rate():
+    """Why there is a class of our own."""
+    p = torch.ones(2, 2, requires_grad=True)
+    p.grad = torch.zeros(2, 2)
+    torch.optim.AdamW([p], lr=1e-3, weight_decay=0.1).step()
+    assert float(p.detach()[0, 0]) == pytest.approx(1 - 1e-4)
+    p = torch.ones(2, 2, requires_grad=True)
+    p.grad = torch.zeros(2, 2)
+    AdamW([{"params": [p], "decay_per_update": 0.1}], 1e-3, (0.9, 0.98), 1e-9).step()
+    assert float(p.detach()[0, 0]) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 5), (), (200, 3)], ids=str)
+def test_adafactor_without_factoring_by_hand(shape):
+    generator = np.random.default_rng(0)
+    want = np.asarray(generator.normal(size=shape))
+    p = torch.tensor(want, requires_grad=True)
+    optimizer = Adafactor([p], lr=0.0)
+    v = np.zeros(shape)
+    for t in range(1, 5):
+        grad = np.asarray(generator.normal(size=shape)) * 10.0**t
+        rate = 0.01 * t
+        beta2 = 1 - t**-0.8
+        v = beta2 * v + (1 - beta2) * (grad**2 + 1e-30)
+        update = grad / np.sqrt(v)
+        update = update / max(1.0, math.sqrt(np.mean(update**2)))
+        want = want - rate * max(1e-3, math.sqrt(np.mean(want**2))) * update
+        optimizer.param_groups[0]["lr"] = rate
+        p.grad = torch.tensor(grad)
+        optimizer.step()
+        np.testing.assert_allclose(p.detach().numpy(), want, rtol=1e-10)
+    assert set(optimizer.state[p]) == {"step", "v"}
+
+
+@pytest.mark.parametrize("shape", [(128, 130), (130, 128), (2, 128, 129)], ids=str)
+def test_adafactor_with_factoring_by_hand(shape):
+    generator = np.random.default_rng(0)
+    want = generator.normal(size=shape)
+    p = torch.tensor(want, requires_grad=True)
+    optimizer = Adafactor([p], lr=0.0)
+    largest = int(np.argmax(shape))
+    second = next(a for a in range(len(shape)) if a != largest and shape[a] >= 128)
+    v_row = v_col = 0.0
+    for t in range(1, 4):
+        grad = generator.normal(size=shape)
+        beta2 = 1 - t**-0.8
+        squared = grad**2 + 1e-30
+        v_row = beta2 * v_row + (1 - beta2) * squared.mean(largest, keepdims=True)
+        v_col = beta2 * v_col + (1 - beta2) * squared.mean(second, keepdims=True)
+        estimate = v_row * v_col / v_row.mean(second, keepdims=True)
+        update = grad / np.sqrt(estimate)
+        update = update / max(1.0, math.sqrt(np.mean(update**2)))
+        want = want - 0.01 * max(1e-3, math.sqrt(np.mean(want**2))) * update
+        optimizer.param_groups[0]["lr"] = 0.01
+        p.grad = torch.tensor(grad)
+        optimizer.step()
+        np.testing.assert_allclose(p.detach().numpy(), want, rtol=1e-10)
+    assert set(optimizer.state[p]) == {"step", "v_row", "v_col"}
+    assert (
+        sum(x.numel() for x in optimizer.state[p].values() if torch.is_tensor(x)) < p.numel() / 10
+    )
+
+
+def test_adafactor_follows_the_schedule_after_ten_thousand_updates():
+    """The stock class would cap the step at 1 / sqrt(t) = 0.005 here."""
+    p = torch.ones(4, requires_grad=True)
+    optimizer = Adafactor([p], lr=0.01)
+    p.grad = torch.ones(4)
+    optimizer.step()
+    optimizer.state[p]["step"] = 40_000
+    before = p.detach().clone()
+    optimizer.step()
+    assert float((before - p.detach())[0]) == pytest.approx(0.01 * float(before[0]), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_only_matrices_are_decayed_and_codebooks_are_no_parameters(name):
+    model = TransformerVQ(tiny_config(absolute_positions=True))
+    config = OptimConfig(optimizer=name, lr=1e-3, weight_decay=0.5)
+    optimizer = make_optimizer(model, config)
+    names = {id(p): name for name, p in model.named_parameters()}
+    decayed, plain = ({names[id(p)] for p in g["params"]} for g in optimizer.param_groups)
+    assert [g["decay_per_update"] for g in optimizer.param_groups] == [0.5, 0.0]
+    assert decayed | plain == set(names.values())
+    assert all(n.endswith(".weight") for n in decayed)
+    assert all(n.endswith((".u", ".v", "scale", "bias")) for n in plain)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        factor = 0.5 if name in decayed else 1.0
+        torch.testing.assert_close(p.detach(), factor * before[name])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_an_optimizer_that_is_saved_and_loaded_goes_on_bitwise(name, tmp_path):
+    def make():
+        torch.manual_seed(0)
+        model = TransformerVQ(tiny_config())
+        return model, make_optimizer(model, OptimConfig(optimizer=name, lr=1e-2))
+
+    def train(model, optimizer, seeds):
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(seed)
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+
+    model, optimizer = make()
+    train(model, optimizer, range(3))
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    train(model, optimizer, range(3, 6))
+
+    again, optimizer_again = make()
+    again.load_state_dict(weights)
+    optimizer_again.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    train(again, optimizer_again, range(3, 6))
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"optimizer": "sgd"}, "optimizer"),
+        ({"lr": 0.0}, "lr"),
+        ({"warmup": -1}, "warmup"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"weight_decay": 1.0}, "weight_decay"),
+        ({"lr_final_share": 2.0}, "lr_final_share"),
+        ({"grad_clip": 0.0}, "grad_clip"),
+    ],
+)
+def test_impossible_settings_are_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        OptimConfig(**overrides)

@@ -1,0 +1,1 @@
+"""Training: optimizers with the paper's semantics."""

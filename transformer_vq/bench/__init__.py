@@ -1,1 +1,15 @@
 """Measurements that write JSON; `plots` reads JSON and never measures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a command; Ctrl-C ends it with one line instead of a traceback."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from transformer_vq.bench import run_main
 from transformer_vq.bench.equality import differences
 from transformer_vq.bench.plots import plot_scaling
 from transformer_vq.bench.scaling import Cell, run, table
@@ -29,4 +30,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from transformer_vq.bench import run_main
 from transformer_vq.bench.scaling import Cell, run, write
 
 
@@ -39,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

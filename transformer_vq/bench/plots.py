@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from transformer_vq.bench import run_main
+
 
 def plot_scaling(result: dict[str, Any], path: Path) -> None:
     """Time per token and peak memory against the length of the sequence."""
@@ -49,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

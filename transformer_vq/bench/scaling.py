@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from transformer_vq.bench import run_main
 from transformer_vq.config import ModelConfig
 from transformer_vq.nn.model import TransformerVQ
 
@@ -173,4 +174,4 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -167,7 +167,7 @@ def test_the_sinusoid_mask_lasts_for_a_sequence(kind):
 def test_the_sinusoid_mask_is_inverted_dropout_on_the_table():
     layer = make("vq", "shga", p_dropsin=0.25)
     q = torch.randn(1, 1, 1, 3, D_K, dtype=torch.float64)
-    table, keep = layer._sinusoids(L), torch.rand(L + 1, D_MODEL) < 0.75
+    table, keep = layer.sinusoids(layer.init_state(1), 1), torch.rand(L + 1, D_MODEL) < 0.75
     r = (table * keep / 0.75) @ layer.r_proj.weight.T * D_K**-0.25
     assert_close("scores", layer._by_distance(q, table, keep), q @ r.T)
 

@@ -175,7 +175,7 @@ def test_autocast_keeps_what_must_be_exact_in_float32():
     for state, usage in zip(output.state.layers, output.code_usage, strict=True):
         assert state.cache.mean.dtype == state.cache.count.dtype == torch.float32
         assert usage.sum.dtype == usage.count.dtype == torch.float32
-    assert_close("logits", output.logits, exact.logits, tolerance=0.1)
+    assert_close("logits", output.logits, exact.logits, tolerance=2e-2)
 
 
 def test_a_bfloat16_model_runs_with_float32_codebooks_and_logits():

@@ -178,6 +178,8 @@ def test_bad_layouts_are_refused_at_the_surface():
         model(x, document_ids=torch.tensor([[0, 1, 0, 1, 0, 1]] * 2))
     with pytest.raises(ValueError, match="not known"):
         model(x, model(x).state, document_ids=torch.zeros_like(x))
+    with pytest.raises(ValueError, match="batch of 3"):
+        model(x, model.init_state(3), valid=x >= 0)
 
 
 def test_what_stands_in_padding_does_not_matter_even_if_it_is_nan():

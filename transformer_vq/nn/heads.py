@@ -83,10 +83,15 @@ class Heads(nn.Module):
         r_weight = self.r_proj.weight.unflatten(0, (self.n_head, self.d_k)) * self.d_k**-0.25
         return scores_by_distance(q, r_weight, table.to(q.dtype))
 
-    def _sinusoids(self, max_distance: int) -> Tensor:
+    def sinusoids(self, state: AttentionState, seq_len: int) -> Tensor:
+        """The table of relative positions for a segment; the same for layers of one shape."""
         weight = self.r_proj.weight
         return relative_sinusoids(
-            max_distance, self.d_model, self.pe_wavelength, weight.dtype, weight.device
+            self._reach(state, seq_len),
+            self.d_model,
+            self.pe_wavelength,
+            weight.dtype,
+            weight.device,
         )
 
     def _check(self, x: Tensor, state: AttentionState | None) -> None:
@@ -147,7 +152,7 @@ class Heads(nn.Module):
         self._check(x, state)
         state = self.init_state(x.shape[0]) if state is None else state
         if sinusoids is None:
-            sinusoids = self._sinusoids(self._reach(state, x.shape[1]))
+            sinusoids = self.sinusoids(state, x.shape[1])
         if layout is not None:
             return self._attend(x, state, sinusoids, layout)
         layout = read_layout(state, x.shape[1], valid, document_ids)

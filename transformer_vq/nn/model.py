@@ -25,7 +25,6 @@ from transformer_vq.nn.layers import (
     rms_norm,
 )
 from transformer_vq.nn.quantizer import CodeUsage
-from transformer_vq.ops.position import relative_sinusoids
 from transformer_vq.ops.ragged import read_layout
 from transformer_vq.ops.state import AttentionState, RowState
 
@@ -117,7 +116,7 @@ class TransformerVQ(nn.Module):
             plain = state.position.unsqueeze(-1) + steps
             x = x + self.positions(plain if layout is None else layout.positions)
 
-        sinusoids = self._sinusoids(state, tokens.shape[1])
+        sinusoids = self._attentions()[0].sinusoids(state.layers[0], tokens.shape[1])
         branch_keep = self._branch_keep(state)
         commit_loss = torch.zeros((), dtype=x.dtype, device=x.device)
         states: list[AttentionState] = []
@@ -153,18 +152,6 @@ class TransformerVQ(nn.Module):
         for layer, usage in zip(layers, code_usage, strict=True):
             layer.update_codebook(usage)
 
-    def _sinusoids(self, state: ModelState, n_tokens: int) -> Tensor:
-        """The table that all layers share, so that it is computed once."""
-        window_len = state.layers[0].k.shape[-2]
-        is_full = self.config.attention == "full"
-        return relative_sinusoids(
-            window_len + n_tokens - 1 if is_full else window_len,
-            self.config.d_model,
-            self.config.pe_wavelength,
-            self.embed.weight.dtype,
-            self.embed.weight.device,
-        )
-
     def _branch_keep(self, state: ModelState) -> Tensor | None:
         """LayerDrop: rows at their start draw anew, the others keep what they have."""
         if not self.training or self.config.p_droplyr == 0.0:
@@ -196,6 +183,11 @@ class TransformerVQ(nn.Module):
             raise ValueError(
                 f"state comes from another model: it has {len(state.layers)} attention layers, "
                 f"this one {len(self._attentions())}; start from init_state(batch_size)"
+            )
+        if state is not None and state.position.shape[0] != tokens.shape[0]:
+            raise ValueError(
+                f"state is for a batch of {state.position.shape[0]}, tokens have {tokens.shape[0]} "
+                "rows; use init_state(batch_size) or state.select(rows)"
             )
         # Reading values would break a compiled graph; there the embedding checks its own index.
         if not torch.compiler.is_compiling() and not tokens.is_meta:

@@ -19,6 +19,7 @@ from transformer_vq.ops.position import local_bias
 from transformer_vq.ops.quadratic import Phi, attention_weights
 from transformer_vq.ops.ragged import Layout, Sight, in_sight, leaving_tokens, newest, next_position
 from transformer_vq.ops.reductions import exclusive_prefix
+from transformer_vq.ops.shapes import check_shapes
 from transformer_vq.ops.state import AttentionState
 
 
@@ -44,7 +45,22 @@ def vq_attention(
     layout: padding and documents, in the order of `Layout.gather`.
     reduction: "serial", "matmul", "associative", or "input_scan" for one block at a time.
     """
+    check_shapes(
+        q=(q, "bhgtk"),
+        k_hat=(k_hat, "bhtk"),
+        z=(z, "bht"),
+        v=(v, "bhtv"),
+        codebook=(codebook, "hsk"),
+        by_distance=(by_distance, "bhgtd"),
+        state_keys=(state.k, "bhLk"),
+        state_values=(state.v, "bhLv"),
+    )
     seq_len, block_len = q.shape[-2], state.k.shape[-2]
+    if by_distance.shape[-1] != block_len + 1:
+        raise ValueError(
+            f"by_distance has {by_distance.shape[-1]} distances, want {block_len + 1}: "
+            f"{block_len}, ..., 0 for the window of the state"
+        )
     whole, rest = seq_len - seq_len % block_len, seq_len % block_len
     sizes = [block_len] * (whole // block_len) if reduction == "input_scan" else [whole]
     sizes = [size for size in (*sizes, rest) if size > 0]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from transformer_vq.ops.cache import block_stats
 from transformer_vq.ops.quadratic import Phi, attention_weights
+from transformer_vq.ops.shapes import check_shapes
 
 
 def encoder_attention(
@@ -27,6 +28,7 @@ def encoder_attention(
     q: [b, h, g, i, k], z: [b, h, j], v: [b, h, j, v], codebook: [h, s, k], valid: [b, j]
     -> [b, h, g, i, v].
     """
+    check_shapes(q=(q, "bhgik"), z=(z, "bhj"), v=(v, "bhjv"), codebook=(codebook, "hsk"))
     stats = block_stats(z, v, codebook.shape[-2], None if valid is None else valid[:, None])
     scores = torch.einsum("bhgik,hsk->bhgis", q, codebook)
     weights = attention_weights(scores, phi, stats.count.unsqueeze(2)).to(v.dtype)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_vq.ops.cache import accumulation_dtype
+from transformer_vq.ops.shapes import check_shapes
 
 Phi = Callable[[Tensor], Tensor]
 """An element-wise nonlinearity phi_w with phi_w(-inf) = 0; None stands for the softmax."""
@@ -49,6 +50,7 @@ def quadratic_attention(
     -> [b, h, g, i, v]. key_gradient: [i, j], True where scores pass a gradient to the key; the
     linear-time form does so for the present and the previous block only.
     """
+    check_shapes(q=(q, "bhgik"), k=(k, "bhjk"), v=(v, "bhjv"))
     scores = torch.einsum("bhgik,bhjk->bhgij", q, k)
     if key_gradient is not None:
         stopped = torch.einsum("bhgik,bhjk->bhgij", q, k.detach())

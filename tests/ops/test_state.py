@@ -1,0 +1,37 @@
+"""What a state can do besides being carried; selecting and resetting are in test_blockwise."""
+
+import torch
+from helpers import attention_inputs
+
+from transformer_vq.ops.blockwise import vq_attention
+from transformer_vq.ops.state import AttentionState
+
+
+def test_bytes_are_those_of_all_tensors():
+    state = AttentionState.empty(2, 3, 4, 5, 6, 7, dtype=torch.float32)
+    window = 2 * 3 * 4 * (5 + 6) * 4 + 2 * 3 * 4 * 8
+    assert state.n_bytes == window + 2 * 8 + 2 * 3 * 7 * (6 + 1) * 4
+
+
+def test_a_state_for_full_attention_has_no_codes_and_no_cache():
+    state = AttentionState.empty(2, 3, 0, 5, 6)
+    assert state.z is None
+    assert state.cache is None
+    assert state.window_valid.shape == (2, 0)
+
+
+def test_a_state_moves_as_a_whole():
+    inputs = attention_inputs(9)
+    _, state = vq_attention(*inputs.part(0, 9), inputs.empty_state())
+    moved = state.to("meta")
+    assert moved.v.is_meta
+    assert moved.cache.mean.is_meta
+    assert moved.n_bytes == state.n_bytes
+
+
+def test_slots_fill_from_the_newest_end():
+    state = AttentionState.empty(3, 1, 4, 2, 2, 5)
+    position = torch.tensor([0, 3, 9])
+    state = AttentionState(state.k, state.v, position)
+    want = [[False] * 4, [False, True, True, True], [True] * 4]
+    assert state.window_valid.tolist() == want

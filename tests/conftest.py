@@ -1,7 +1,5 @@
 """Settings for all tests."""
 
-import os
-
 import pytest
 import torch
 from hypothesis import settings
@@ -9,8 +7,6 @@ from hypothesis import settings
 # Examples are the same on every run: a red test stays red until the code changes.
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=40)
 settings.load_profile("repeatable")
-
-os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 
 @pytest.fixture(autouse=True)

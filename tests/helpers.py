@@ -35,6 +35,15 @@ def assert_close(name: str, got: Tensor, want: Tensor, tolerance: float | None =
     )
 
 
+def assert_same_gradients(leaves: dict[str, Tensor], got: Tensor, want: Tensor) -> None:
+    """Both outputs pull on the leaves alike, in a random direction."""
+    probe = torch.randn_like(want)
+    got_grads = torch.autograd.grad((got * probe).sum(), list(leaves.values()))
+    want_grads = torch.autograd.grad((want * probe).sum(), list(leaves.values()))
+    for name, got_grad, want_grad in zip(leaves, got_grads, want_grads, strict=True):
+        assert_close(f"gradient of {name}", got_grad, want_grad)
+
+
 @dataclass
 class Inputs:
     """Random arguments of `vq_attention`; the keys are codewords that carry a gradient."""

@@ -118,5 +118,9 @@ def test_parameters_that_do_not_fit_are_refused_with_their_names():
         load_official(params | {"stack/extra": np.zeros(1)}, config)
     with pytest.raises(ValueError, match="vocab_size"):
         load_official(params | {"token_embed/embedding": np.zeros((31, 16))}, config)
+    name = "stack/VQAttention_0/res_proj/kernel"
+    halved = params[name].reshape(2, 1, 8, 32)  # as many numbers, another shape
+    with pytest.raises(ValueError, match=r"res_proj/kernel gives \(32, 8\)"):
+        load_official(params | {name: halved}, config)
     with pytest.raises(ValueError, match="n_layer"):
         load_official({name: a[:1] if "stack" in name else a for name, a in params.items()}, config)

@@ -39,7 +39,7 @@ class OfficialName:
     layer: int | None = None
 
     def read(self, params: Mapping[str, Any]) -> np.ndarray:
-        """The array in our layout but for its shape: kernels as [out, in]."""
+        """The array in our layout: that layer's, kernels as [out, in]."""
         array = np.asarray(params[self.name])
         if self.layer is not None:
             array = array[self.layer, 0]
@@ -99,12 +99,12 @@ def load_official(params: Mapping[str, Any], config: ModelConfig) -> Transformer
                 f"({config.n_layer}, 1)"
             )
         array = official.read(params)
-        if array.size != tensors[ours].numel():
+        if array.shape != tuple(tensors[ours].shape):
             raise ValueError(
-                f"{official.name} has {array.size} numbers per layer, {ours} has shape "
+                f"{official.name} gives {array.shape}, {ours} has shape "
                 f"{tuple(tensors[ours].shape)}; check d_model, d_k, n_code and vocab_size"
             )
-        tensors[ours].copy_(torch.from_numpy(array.copy()).view(tensors[ours].shape))
+        tensors[ours].copy_(torch.from_numpy(array.copy()))
     for name, tensor in tensors.items():
         if name.endswith("quantizer.started"):  # these codebooks are not to be initialised again
             tensor.fill_(True)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_close, block_starts
+from helpers import assert_close, assert_same_gradients, block_starts
 
 from transformer_vq import FullAttention, VQAttention
 from transformer_vq.ops.position import sinusoids
@@ -78,11 +78,7 @@ def assert_layer_is_the_definition(layer, head_type, seq_len, cuts=()):
     want = definition(layer, x, head_type, block_starts(seq_len, L, cuts))
     assert_close("output", got, want)
     leaves = {"x": x} | dict(layer.named_parameters())
-    probe = torch.randn_like(want)
-    got_grads = torch.autograd.grad((got * probe).sum(), list(leaves.values()))
-    want_grads = torch.autograd.grad((want * probe).sum(), list(leaves.values()))
-    for name, got_grad, want_grad in zip(leaves, got_grads, want_grads, strict=True):
-        assert_close(f"gradient of {name}", got_grad, want_grad)
+    assert_same_gradients(leaves, got, want)
 
 
 @pytest.mark.parametrize("cuts", [(), (2, 9)])
@@ -205,5 +201,9 @@ def test_a_state_with_other_codes_or_blocks_is_refused():
 def test_impossible_layers_are_refused():
     with pytest.raises(ValueError, match="choose"):
         VQAttention(12, head_type="gqa")
+    with pytest.raises(ValueError, match="reduction"):
+        VQAttention(12, reduction="sum")
+    with pytest.raises(ValueError, match="block_len"):
+        VQAttention(12, block_len=0)
     with pytest.raises(ValueError, match="multiple"):
         FullAttention(12, head_type="mha", d_k=5)

@@ -147,6 +147,14 @@ def test_only_valid_keys_become_codes_also_when_there_are_few():
             assert (k[1, h, 4:6] == codeword).all(-1).any()
 
 
+def test_candidates_come_from_the_part_that_has_tokens():
+    quantizer, k = quantizer_and_keys(codebook_init="keys")
+    nothing = quantizer(torch.zeros_like(k), torch.zeros(B, T, dtype=torch.bool)).usage
+    something = quantizer(k).usage
+    for usage in (nothing + something, something + nothing):
+        assert torch.equal(usage.candidates, something.candidates)
+
+
 def test_unused_codes_are_revived_with_sum_and_count_together():
     quantizer, k = quantizer_and_keys(revive_below=0.05)
     with torch.no_grad():
@@ -187,6 +195,11 @@ def test_keys_that_are_not_finite_are_refused(bad):
     k[0, 1, 2, 3] = bad
     with pytest.raises(ValueError, match="not finite"):
         quantizer(k)
+
+
+def test_an_unknown_way_to_begin_is_refused():
+    with pytest.raises(ValueError, match="choose 'random' or 'keys'"):
+        VectorQuantizer(S, K, codebook_init="zeros")
 
 
 def test_keys_and_usages_of_another_shape_are_refused():

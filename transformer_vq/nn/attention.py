@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from transformer_vq.config import CodebookInit, HeadType, ModelConfig, Reduction
 from transformer_vq.nn.heads import AttentionOutput, Heads
 from transformer_vq.nn.layers import draw_keep, rms_norm, run
 from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
@@ -42,20 +43,35 @@ class VQAttention(Heads):
         self,
         d_model: int,
         *,
-        head_type: str = "shga",
+        head_type: HeadType = "shga",
         d_k: int = 128,
         n_code: int = 512,
         block_len: int = 512,
-        reduction: str = "auto",
+        reduction: Reduction = "auto",
         compressive_cache: bool = True,
         grad_through_cache: bool = True,
         p_dropsin: float = 0.0,
         pe_wavelength: float = 1e5,
         ema_decay: float = 0.99,
-        codebook_init: str = "random",
+        codebook_init: CodebookInit = "random",
         revive_below: float = 0.0,
         recompute: bool = False,
     ) -> None:
+        ModelConfig(  # the one place that knows what is possible
+            vocab_size=1,
+            d_model=d_model,
+            n_layer=1,
+            head_type=head_type,
+            reduction=reduction,
+            d_k=d_k,
+            n_code=n_code,
+            block_len=block_len,
+            p_dropsin=p_dropsin,
+            pe_wavelength=pe_wavelength,
+            ema_decay=ema_decay,
+            codebook_init=codebook_init,
+            revive_below=revive_below,
+        )
         super().__init__(d_model, head_type, d_k, p_dropsin, pe_wavelength)
         self.recompute = recompute
         self.n_code = n_code
@@ -166,12 +182,21 @@ class FullAttention(Heads):
         self,
         d_model: int,
         *,
-        head_type: str = "shga",
+        head_type: HeadType = "shga",
         d_k: int = 128,
         p_dropsin: float = 0.0,
         pe_wavelength: float = 1e5,
         recompute: bool = False,
     ) -> None:
+        ModelConfig(
+            vocab_size=1,
+            d_model=d_model,
+            n_layer=1,
+            head_type=head_type,
+            d_k=d_k,
+            p_dropsin=p_dropsin,
+            pe_wavelength=pe_wavelength,
+        )
         super().__init__(d_model, head_type, d_k, p_dropsin, pe_wavelength)
         self.recompute = recompute
 

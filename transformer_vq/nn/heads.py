@@ -36,10 +36,6 @@ class Heads(nn.Module):
         self, d_model: int, head_type: str, d_k: int, p_dropsin: float, pe_wavelength: float
     ) -> None:
         super().__init__()
-        if head_type not in ("shga", "mqa", "mha"):
-            raise ValueError(f"head_type={head_type!r}: choose 'shga', 'mqa' or 'mha'")
-        if head_type != "shga" and d_model % d_k:
-            raise ValueError(f"d_model={d_model} must be a multiple of d_k={d_k} for {head_type!r}")
         n_query_head = 1 if head_type == "shga" else d_model // d_k
         self.d_model = d_model
         self.d_k = d_k

@@ -25,6 +25,7 @@ from transformer_vq.nn.layers import (
     rms_norm,
 )
 from transformer_vq.nn.quantizer import CodeUsage
+from transformer_vq.ops.cache import accumulation_dtype
 from transformer_vq.ops.ragged import read_layout
 from transformer_vq.ops.state import AttentionState, RowState
 
@@ -165,7 +166,7 @@ class TransformerVQ(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         with full_precision(x.device):
             weight = self.embed.weight if self.head is None else self.head.weight
-            exact = torch.promote_types(weight.dtype, torch.float32)
+            exact = accumulation_dtype(weight.dtype)
             x = x.to(exact)
             if self.config.final_norm:
                 x = rms_norm(x)
@@ -203,8 +204,11 @@ class TransformerVQ(nn.Module):
         path = Path(path)
         partial = path.with_name(f".{path.name}.partial")
         tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        save_file(tensors, partial, metadata={"config": json.dumps(asdict(self.config))})
-        os.replace(partial, path)
+        try:
+            save_file(tensors, partial, metadata={"config": json.dumps(asdict(self.config))})
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TransformerVQ:

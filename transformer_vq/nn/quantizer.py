@@ -44,12 +44,16 @@ class CodeUsage:
     candidates: Tensor | None = None
 
     def __add__(self, other: CodeUsage) -> CodeUsage:
+        candidates = self.candidates
+        if candidates is not None and other.candidates is not None:
+            # Where no token counted, candidates are padding.
+            candidates = torch.where(self.count.sum() > 0, candidates, other.candidates)
         return CodeUsage(
             self.sum + other.sum,
             self.count + other.count,
             self.error + other.error,
             self.energy + other.energy,
-            self.candidates,
+            candidates,
         )
 
     def health(self) -> CodebookHealth:
@@ -93,6 +97,8 @@ class VectorQuantizer(nn.Module):
         revive_below: float = 0.0,
     ) -> None:
         super().__init__()
+        if codebook_init not in ("random", "keys"):
+            raise ValueError(f"codebook_init={codebook_init!r}: choose 'random' or 'keys'")
         self.ema_decay = ema_decay
         self.codebook_init = codebook_init
         self.revive_below = revive_below

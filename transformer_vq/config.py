@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 HeadType = Literal["shga", "mqa", "mha"]
 AttentionType = Literal["vq", "full"]
 Reduction = Literal["auto", "serial", "matmul", "associative", "input_scan"]
 CodebookInit = Literal["random", "keys"]
 OptimizerName = Literal["adamw", "adafactor"]
+Dataset = Literal["text", "enwik8", "pg19", "imagenet64", "pictures"]
+Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
@@ -126,17 +128,131 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class DataConfig:
+    """Which tokens a model learns from."""
+
+    dataset: Dataset = "text"
+    """Bytes of a text file or folder (without a path: the sources of Python's standard library),
+    enwik8, books as PG-19 has them, ImageNet64 in its npz batches, or a folder of pictures."""
+    path: str | None = None
+    """File or folder that holds the material."""
+    tokenizer: str | None = None
+    """An existing SentencePiece .model for books; without it a vocabulary is learned from them."""
+    cache: str = "~/.cache/transformer_vq"
+    """Folder in which prepared corpora and downloads are kept."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How a run goes, from its batches to its checkpoints."""
+
+    steps: int = 125_000
+    """Updates of the weights; each sees batch_size * backprop_len tokens."""
+    batch_size: int = 128
+    """Sequences per update."""
+    seq_len: int = 8192
+    """Tokens per sequence; the state is carried from its first window to its last."""
+    backprop_len: int = 2048
+    """Tokens per window: how far gradients go back."""
+    accumulate: int = 1
+    """Parts into which the batch of an update is divided to save memory."""
+    precision: Precision = "fp32"
+    """fp32, or bf16 for matrix products; weights, codebooks, normalisers and loss stay fp32."""
+    recompute: bool = False
+    """Compute activations again in the backward pass: less memory, more time."""
+    compile: bool = False
+    """Use torch.compile: slow to start, faster afterwards."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
+    seed: int = 0
+    """Decides the first weights, the order of sequences and every dropout mask."""
+    init_from: str | None = None
+    """Start from the weights and codebooks of this run, or of this model file."""
+    log_every: int = 1
+    """Updates between two lines of metrics.jsonl."""
+    eval_every: int = 1000
+    """Updates between two validations; the best model so far is kept."""
+    eval_tokens: int = 1_000_000
+    """Tokens from the start of the validation split to validate on."""
+    save_every: int = 1000
+    """Updates between two checkpoints; the last update is always saved."""
+    keep: int = 2
+    """How many of the newest checkpoints stay on disk."""
+    tensorboard: bool = False
+    """Write TensorBoard files to RUN/tensorboard too."""
+    wandb: str | None = None
+    """Log to this Weights & Biases project too."""
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        for name in (
+            *("steps", "batch_size", "seq_len", "backprop_len", "accumulate"),
+            *("log_every", "eval_every", "eval_tokens", "save_every", "keep"),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
+        if self.seq_len % self.backprop_len:
+            raise ValueError(
+                f"seq_len={self.seq_len} is not a multiple of backprop_len={self.backprop_len}: a "
+                "sequence is worked on in whole windows"
+            )
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"batch_size={self.batch_size} cannot be divided into accumulate={self.accumulate} "
+                "equal parts"
+            )
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed}: must not be negative, and below 2^63")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run; a preset is one of these."""
 
     model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RunConfig:
+        """What `to_dict` made, also after a way through JSON."""
+        parts = dict(values)
+        optim = dict(parts.get("optim", {}))
+        if "betas" in optim:
+            optim["betas"] = tuple(optim["betas"])
+        try:
+            return cls(
+                model=ModelConfig(**parts["model"]),
+                data=DataConfig(**parts.get("data", {})),
+                optim=OptimConfig(**optim),
+                train=TrainConfig(**parts.get("train", {})),
+            )
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"this is not the config of a run: {error}") from error
+
+    def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """Fields in which two runs differ, as `part.field`, with both values."""
+        found = {}
+        for part in fields(self):
+            ours, theirs = getattr(self, part.name), getattr(other, part.name)
+            for name, value in asdict(ours).items():
+                if value != getattr(theirs, name):
+                    found[f"{part.name}.{name}"] = (value, getattr(theirs, name))
+        return found
 
 
 def _check_choices(config: object) -> None:
     """Every field whose type is a list of words holds one of them."""
-    hints = get_type_hints(type(config))
-    for name, hint in hints.items():
+    for name, hint in get_type_hints(type(config)).items():
         choices = get_args(hint)
         if get_origin(hint) is Literal and getattr(config, name) not in choices:
             raise ValueError(f"{name}={getattr(config, name)!r}: choose one of {choices}")

@@ -1,0 +1,1 @@
+"""Data: sources of tokens, corpora on disk, batches for truncated BPTT."""

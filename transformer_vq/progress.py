@@ -40,7 +40,7 @@ class _RateColumn(ProgressColumn):
 
 
 @contextmanager
-def progress_bar(what: str, total: float | None, unit: str, done: float = 0) -> Iterator[Advance]:
+def progress_bar(what: str, total: float | None, unit: str, done: int = 0) -> Iterator[Advance]:
     """Show how far some work is; `done` counts what was done before it began."""
     console = Console(stderr=True)
     if not console.is_terminal:

@@ -1,4 +1,4 @@
-"""Corpora on disk: tokens in memory-mapped files, made once in a stream, reused while nothing changed.
+"""Corpora on disk: tokens in memory-mapped files, made in a stream, reused while nothing changed.
 
 A prepared corpus is a folder with `meta.json` and, per split, `<split>.bin` (the tokens) and
 `<split>.starts.npy` (where documents begin). It is written under another name and renamed, so a
@@ -97,11 +97,8 @@ def find_source(config: DataConfig, vocab_size: int) -> Source:
     """The material that `config` names."""
     path = None if config.path is None else Path(config.path).expanduser()
     if config.dataset == "text":
-        return (
-            ByteFiles.of(*python_sources())
-            if path is None
-            else ByteFiles.of(path, text_files(path))
-        )
+        root, files = python_sources() if path is None else (path, text_files(path))
+        return ByteFiles.of(root, files)
     raise DataError(f"no such dataset: {config.dataset}")
 
 

@@ -9,10 +9,12 @@ import transformer_vq
 
 ROOT = Path(transformer_vq.__file__).parent
 LAYERS = [
-    {"ops", "config"},
+    {"ops", "config", "progress"},
     {"nn"},
-    {"presets", "interop"},
-    {"training", "bench"},
+    {"data", "checkpoint", "evaluate", "generate", "interop", "presets", "sizes", "report"},
+    {"training"},
+    {"bench"},
+    {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

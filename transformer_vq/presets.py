@@ -1,10 +1,10 @@
-"""The paper's hyperparameter table as data."""
+"""The paper's hyperparameter table as data, and two sizes that a CPU can train."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from transformer_vq.config import ModelConfig, OptimConfig, RunConfig
+from transformer_vq.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 
 # Small models have an output head of their own; large ones share the embeddings, normalise the
 # features and scale them down.
@@ -21,19 +21,53 @@ _LARGE = ModelConfig(
 _ADAMW = OptimConfig()
 _ADAFACTOR = OptimConfig(optimizer="adafactor", lr=0.01, grad_clip=None)
 
+_ENWIK8 = DataConfig(dataset="enwik8")
+_PG19 = DataConfig(dataset="pg19")
+_IMAGENET64 = DataConfig(dataset="imagenet64")
+
+_PAPER = TrainConfig(precision="bf16", log_every=10, eval_every=1000, save_every=1000)
+_IMAGES = replace(_PAPER, seq_len=12_288)
+
+# Sizes chosen by measurement on two cores; short warm-up and higher rate for short trainings.
+_CPU_MODEL = ModelConfig(
+    vocab_size=256, d_model=256, n_layer=4, d_k=64, n_code=256, block_len=128, codebook_init="keys"
+)
+_CPU_OPTIM = OptimConfig(lr=2e-3, warmup=100, grad_clip=1.0, lr_final_share=0.05)
+_CPU_TRAIN = TrainConfig(batch_size=8, seq_len=2048, backprop_len=512, steps=1500)
+
 PRESETS: dict[str, RunConfig] = {
+    "tiny": RunConfig(
+        model=replace(_CPU_MODEL, d_model=128, n_layer=2, n_code=128),
+        optim=_CPU_OPTIM,
+        train=replace(_CPU_TRAIN, steps=400, eval_every=100, save_every=100, eval_tokens=65_536),
+    ),
+    "small": RunConfig(
+        model=_CPU_MODEL,
+        optim=_CPU_OPTIM,
+        train=replace(_CPU_TRAIN, eval_every=250, save_every=250, eval_tokens=200_000),
+    ),
     "enwik8-190m": RunConfig(
         model=replace(_SMALL, p_dropsin=0.2, p_dropres=0.5, p_droplyr=0.3),
+        data=_ENWIK8,
         optim=replace(_ADAMW, weight_decay=2e-4),
+        train=replace(_PAPER, steps=125_000),
     ),
     "pg19-1.3b": RunConfig(
         model=replace(_LARGE, vocab_size=32_000, p_dropsin=0.1, p_dropres=0.1, p_droplyr=0.1),
+        data=_PG19,
         optim=_ADAFACTOR,
+        train=replace(_PAPER, steps=500_000),
     ),
     "imagenet64-190m": RunConfig(
-        model=replace(_SMALL, p_dropsin=0.1, absolute_positions=True), optim=_ADAMW
+        model=replace(_SMALL, p_dropsin=0.1, absolute_positions=True),
+        data=_IMAGENET64,
+        optim=_ADAMW,
+        train=replace(_IMAGES, batch_size=16, backprop_len=12_288, steps=125_000),
     ),
     "imagenet64-1.2b": RunConfig(
-        model=replace(_LARGE, p_dropsin=0.1, absolute_positions=True), optim=_ADAFACTOR
+        model=replace(_LARGE, p_dropsin=0.1, absolute_positions=True),
+        data=_IMAGENET64,
+        optim=_ADAFACTOR,
+        train=replace(_IMAGES, backprop_len=2048, steps=500_000),
     ),
 }

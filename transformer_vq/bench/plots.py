@@ -1,24 +1,131 @@
-"""Figures from the JSON that the other files of `bench` write; nothing here measures."""
+"""Figures from what runs and benchmarks have written; nothing here measures."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from transformer_vq.bench import run_main
+from transformer_vq.training.metrics import read_metrics
+
+
+def pyplot() -> Any:
+    """matplotlib, drawing to files only."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("plots need matplotlib: pip install 'transformer-vq[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def plot_path(path: Path, out: Path | None = None) -> list[Path]:
+    """Draw what lies there: the curves and evaluations of a run, or a recorded benchmark.
+
+    Returns the figures that were written.
+    """
+    if path.is_file():
+        out = out or path.with_suffix(".png")
+        plot_scaling(json.loads(path.read_text()), out)
+        return [out]
+    rows = read_metrics(path)
+    if not rows:
+        raise ValueError(f"{path} holds no run with metrics yet, and is no file of measurements")
+    out = out or path / "curves.png"
+    plot_curves({path.name: rows}, out)
+    written = [out]
+    for evaluation in sorted(path.glob("evaluation-*.json")):
+        plot_positions(json.loads(evaluation.read_text()), evaluation.with_suffix(".png"))
+        written.append(evaluation.with_suffix(".png"))
+    return written
+
+
+def plot_curves(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Bits per byte of training and validation, and the health of the codebooks."""
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    for number, (name, rows) in enumerate(runs.items()):
+        color = f"C{number}"
+        train = [row for row in rows if row["kind"] == "train"]
+        steps = [row["step"] for row in train]
+        left.plot(steps, smooth([r["bits_per_byte"] for r in train]), color=color, alpha=0.4, lw=1)
+        valid = [row for row in rows if row["kind"] == "validation"]
+        left.plot(
+            [row["step"] for row in valid],
+            [row["bits_per_byte"] for row in valid],
+            color=color,
+            marker="o",
+            ms=3,
+            label=f"{name}, validation",
+        )
+        health = [row for row in train if "share_in_use" in row]
+        for key, style in (("share_in_use", "-"), ("relative_error", ":")):
+            if health:
+                right.plot(
+                    [row["step"] for row in health],
+                    smooth([row[key] for row in health]),
+                    style,
+                    color=color,
+                    label=f"{name}, {key.replace('_', ' ')}",
+                )
+    left.set_title("loss (pale: training, smoothed)")
+    left.set_ylabel("bits per byte")
+    right.set_title("codebooks, mean over layers")
+    right.set_ylim(0, 1.02)
+    for axes in (left, right):
+        axes.set_xlabel("updates")
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8)
+    if not right.lines:
+        right.text(0.5, 0.5, "full attention has none", ha="center", transform=right.transAxes)
+    _save(figure, path)
+
+
+def plot_positions(evaluation: dict[str, Any], path: Path) -> None:
+    """Loss against the number of tokens that stand before a token in its context."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(6, 3.8), layout="constrained")
+    for name, result in evaluation["protocols"].items():
+        bins = result["by_position"]
+        middles = [((row["first"] + 1) * (row["last"] + 1)) ** 0.5 for row in bins]
+        bits = [row["nats_per_token"] / math.log(2) for row in bins]
+        label = f"{name}: {result['bits_per_byte']:.3f} bits per byte"
+        axes.plot(middles, bits, marker="o", ms=3, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens before it in the context, plus one")
+    axes.set_ylabel("bits per token")
+    axes.set_title(f"loss by position, {evaluation['split']} split")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    _save(figure, path)
+
+
+def smooth(values: list[float], share: float = 0.02) -> list[float]:
+    """Running mean over about `share` of all values."""
+    decay = 1 - 1 / max(1.0, share * len(values))
+    total = weight = 0.0
+    means = []
+    for value in values:
+        total, weight = decay * total + value, decay * weight + 1
+        means.append(total / weight)
+    return means
+
+
+def _save(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot().close(figure)
 
 
 def plot_scaling(result: dict[str, Any], path: Path) -> None:
     """Time per token and peak memory against the length of the sequence."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise SystemExit("plots need matplotlib: pip install 'transformer-vq[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     rows = [row for row in result["rows"] if "failed" not in row]
     names = {"vq": "VQ attention (linear)", "full": "full attention (quadratic)"}
@@ -41,9 +148,7 @@ def plot_scaling(result: dict[str, Any], path: Path) -> None:
     right.set_yscale("log", base=2)
     right.yaxis.set_major_formatter(lambda gb, _: f"{gb:g}")
     right.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    _save(figure, path)
 
 
 def main() -> None:

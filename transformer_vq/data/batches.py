@@ -8,7 +8,8 @@ state carried from one to the next. So the cursor of a run is one number, that o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
 import numpy as np
@@ -25,17 +26,15 @@ class Batch:
 
     tokens: Tensor
     targets: Tensor
+    positions: Tensor
+    """How many tokens of its context stand before each token, [b, w]."""
     valid: Tensor | None = None
     document_ids: Tensor | None = None
 
-    def rows(self, first: int, last: int) -> Batch:
-        """Some rows of the batch, for gradient accumulation."""
-        parts = (self.tokens, self.targets, self.valid, self.document_ids)
-        return Batch(*(None if x is None else x[first:last] for x in parts))  # type: ignore[arg-type]
-
-    def to(self, device: torch.device) -> Batch:
-        parts = (self.tokens, self.targets, self.valid, self.document_ids)
-        return Batch(*(None if x is None else x.to(device, non_blocking=True) for x in parts))  # type: ignore[arg-type]
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
+        """`fn` applied to every tensor: a choice of rows, a move to another device."""
+        parts = [getattr(self, part.name) for part in fields(self)]
+        return Batch(*(None if x is None else fn(x) for x in parts))  # type: ignore[arg-type]
 
     @property
     def n_targets(self) -> int:
@@ -43,22 +42,24 @@ class Batch:
 
 
 def read_rows(
-    split: Split, firsts: np.ndarray, lasts: np.ndarray, n: int, documents: bool
+    split: Split, begins: np.ndarray, ends: np.ndarray, offset: int, n: int, documents: bool
 ) -> Batch:
-    """n tokens from each of the given places; a row ends before its `last`, the rest is padding.
+    """n tokens of each context begins[i] to ends[i], from `offset` on; beyond the end is padding.
 
     documents: give ids, because several documents may lie in one context.
     """
-    at = firsts[:, None] + np.arange(n)  # [b, n] places of the targets
-    valid = at < lasts[:, None]
-    at = np.where(valid, at, firsts[:, None].clip(max=len(split) - 1))
+    at = begins[:, None] + offset + np.arange(n)  # [b, n] places of the targets
+    valid = at < ends[:, None]
+    at = np.where(valid, at, begins[:, None])
     document = np.searchsorted(split.starts, at, side="right") - 1
-    inputs = np.where(split.starts[document] == at, split.bos, split.tokens[np.maximum(at - 1, 0)])
+    start = split.starts[document]
+    inputs = np.where(start == at, split.bos, split.tokens[np.maximum(at - 1, 0)])
     return Batch(
-        torch.from_numpy(inputs.astype(np.int64)),
-        torch.from_numpy(split.tokens[at].astype(np.int64)),
-        None if valid.all() else torch.from_numpy(valid),
-        torch.from_numpy(document) if documents else None,
+        tokens=torch.from_numpy(inputs.astype(np.int64)),
+        targets=torch.from_numpy(split.tokens[at].astype(np.int64)),
+        positions=torch.from_numpy(at - np.maximum(start, begins[:, None])),
+        valid=None if valid.all() else torch.from_numpy(valid),
+        document_ids=torch.from_numpy(document) if documents else None,
     )
 
 
@@ -98,8 +99,8 @@ class TrainingBatches:
         sequences = np.array([self._sequence(int(place)) for place in places])
         begin = sequences * self.seq_len
         end = np.minimum(begin + self.seq_len, len(self.split))
-        first = begin + window * self.backprop_len
-        return read_rows(self.split, first, end, self.backprop_len, self._documents)
+        offset = window * self.backprop_len
+        return read_rows(self.split, begin, end, offset, self.backprop_len, self._documents)
 
     def _sequence(self, place: int) -> int:
         """The sequence that comes as `place`-th in the whole run; epochs follow without a gap."""

@@ -18,8 +18,12 @@ from pathlib import Path
 import numpy as np
 
 from transformer_vq.config import DataConfig
+from transformer_vq.data.books import Books
+from transformer_vq.data.enwik8 import enwik8_source
+from transformer_vq.data.images import ImageNet64, Pictures
 from transformer_vq.data.source import SPLITS, DataError, Source
 from transformer_vq.data.text import ByteFiles, python_sources, text_files
+from transformer_vq.data.tokenizer import Tokenizer, load_tokenizer
 from transformer_vq.progress import progress_bar, warn
 
 FORMAT = 1  # raised whenever the same material would give other files
@@ -72,6 +76,10 @@ class Corpus:
         starts = np.load(self.folder / f"{name}.starts.npy", mmap_mode="r")
         return Split(tokens, starts, self.bos, self.sizes[name])
 
+    def tokenizer(self) -> Tokenizer:
+        """From text to tokens and back."""
+        return load_tokenizer(self.folder)
+
 
 def prepare(config: DataConfig, vocab_size: int = 256) -> Corpus:
     """The corpus that `config` names, made if it is not there yet or its material has changed.
@@ -99,7 +107,13 @@ def find_source(config: DataConfig, vocab_size: int) -> Source:
     if config.dataset == "text":
         root, files = python_sources() if path is None else (path, text_files(path))
         return ByteFiles.of(root, files)
-    raise DataError(f"no such dataset: {config.dataset}")
+    if config.dataset == "enwik8":
+        return enwik8_source(path, Path(config.cache).expanduser())
+    if path is None:
+        raise DataError(f"{config.dataset} is not downloaded here; give its folder as data.path")
+    if config.dataset == "pg19":
+        return Books.of(path, vocab_size, Path(config.tokenizer) if config.tokenizer else None)
+    return ImageNet64.of(path) if config.dataset == "imagenet64" else Pictures.of(path)
 
 
 def _make(source: Source, dataset: str, folder: Path) -> None:

@@ -86,6 +86,11 @@ class TransformerVQ(nn.Module):
     def _attentions(self) -> list[VQAttention | FullAttention]:
         return [b for b in self.branches if isinstance(b, (VQAttention, FullAttention))]
 
+    def set_recompute(self, recompute: bool) -> None:
+        """Whether activations are computed again in backward, to save memory."""
+        for branch in self.branches:
+            branch.recompute = recompute  # type: ignore[assignment]
+
     def init_state(self, batch_size: int) -> ModelState:
         """The state before the first token of `batch_size` sequences."""
         if batch_size < 1:

@@ -17,6 +17,10 @@ from transformer_vq.nn.layers import full_precision
 from transformer_vq.ops.cache import accumulation_dtype, code_sums
 
 
+class NotFiniteError(ValueError):
+    """NaN or inf where a number is needed."""
+
+
 @dataclass(frozen=True)
 class CodebookHealth:
     """How well a codebook serves the keys it was given; plain numbers for logs."""
@@ -119,13 +123,13 @@ class VectorQuantizer(nn.Module):
 
     def forward(self, k: Tensor, valid: Tensor | None = None) -> Quantized:
         """k: [b, h, t, k]; positions where valid: [b, t] is False count neither for the loss nor
-        for the codebook. Raises ValueError for keys that are not finite."""
+        for the codebook. Raises NotFiniteError for keys that are not finite."""
         if k.ndim != 4 or (k.shape[1], k.shape[3]) != (self.c_sum.shape[0], self.c_sum.shape[2]):
             n_head, _, d_k = self.c_sum.shape
             raise ValueError(f"keys have shape {tuple(k.shape)}, want [b, {n_head}, t, {d_k}]")
         # Not when compiling, where it would break the graph: there NaN stays NaN through k_hat.
         if not (torch.compiler.is_compiling() or k.is_meta or torch.isfinite(k).all()):
-            raise ValueError(
+            raise NotFiniteError(
                 "keys are not finite (NaN or inf), so no code is nearest; look for a diverged "
                 "loss, a too large learning rate or bad input features"
             )

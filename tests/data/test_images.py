@@ -1,0 +1,308 @@
+"""Pictures: the order of their tokens, npz batches read in a stream, folders of any pictures."""
+
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from transformer_vq.data import images
+from transformer_vq.data.images import ImageNet64, Pictures, decode, to_pictures, to_tokens
+from transformer_vq.data.source import SPLITS, DataError
+
+
+def random_rows(n, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (n, 12288), dtype=np.uint8)
+
+
+def write_batches(folder, *train, test=None, save=np.savez):
+    """Batches 1, 2, ... of rows as they are published, and the official validation set."""
+    for number, rows in enumerate(train, 1):
+        save(folder / f"train_data_batch_{number}.npz", data=rows, mean=np.zeros(3))
+    save(folder / "val_data.npz", labels=np.zeros(2), data=random_rows(2) if test is None else test)
+
+
+def tokens_of(source, split):
+    pieces = list(source.pieces(split))
+    assert all(p.begins and p.n_bytes == 12288 and len(p.tokens) == 12288 for p in pieces)
+    return np.stack([p.tokens for p in pieces]) if pieces else np.zeros((0, 12288))
+
+
+def interleaved(rows):
+    """Red, green and blue planes as pixels, spelled out."""
+    return np.stack([rows[:, :4096], rows[:, 4096:8192], rows[:, 8192:]], axis=2).reshape(-1, 12288)
+
+
+def test_the_planes_of_a_picture_become_pixels_in_raster_order(tmp_path):
+    row = np.zeros((1, 12288), dtype=np.uint8)
+    row[0, [0, 4096, 8192]] = 1, 2, 3  # the pixel in the upper left corner
+    row[0, [1, 4097, 8193]] = 4, 5, 6  # the one to its right
+    row[0, [64, 4160, 8256]] = 7, 8, 9  # the one below it
+    row[0, [4095, 8191, 12287]] = 10, 11, 12  # the lower right corner
+    write_batches(tmp_path, random_rows(1), test=row)
+    (tokens,) = tokens_of(ImageNet64.of(tmp_path), "test")
+    assert tokens[:6].tolist() == [1, 2, 3, 4, 5, 6]
+    assert tokens[192:195].tolist() == [7, 8, 9]
+    assert tokens[-3:].tolist() == [10, 11, 12]
+    (picture,) = to_pictures(tokens[None])
+    assert picture[0, 1].tolist() == [4, 5, 6]
+    assert picture[1, 0].tolist() == [7, 8, 9]
+    assert (to_tokens(picture[None]) == tokens).all()
+
+
+def test_helpers_refuse_other_shapes_and_values():
+    with pytest.raises(ValueError, match=r"\[n, 64, 64, 3\], not uint8 \[1, 32, 32, 3\]"):
+        to_tokens(np.zeros((1, 32, 32, 3), dtype=np.uint8))
+    with pytest.raises(ValueError, match=r"not float64"):
+        to_tokens(np.zeros((1, 64, 64, 3)))
+    with pytest.raises(ValueError, match=r"\[n, 12288\], not \[12288\]"):
+        to_pictures(np.zeros(12288, dtype=np.uint8))
+    with pytest.raises(ValueError, match="from 0 to 255"):
+        to_pictures(np.full((1, 12288), 256))
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("chunk", [1, 3, 256])
+def test_batches_are_one_sequence_whatever_is_read_at_once(tmp_path, monkeypatch, save, chunk):
+    monkeypatch.setattr(images, "CHUNK", chunk)
+    rows, test = random_rows(40), random_rows(5, seed=1)
+    write_batches(tmp_path, rows[:30], rows[30:37], rows[37:], test=test, save=save)
+    source = ImageNet64.of(tmp_path)
+    assert source.n_bytes == 45 * 12288
+    assert source.edges == (37, 40)  # 40 * 1,200,000 / 1,281,167 = 37.5
+    assert (tokens_of(source, "train") == interleaved(rows[:37])).all()
+    assert (tokens_of(source, "validation") == interleaved(rows[37:])).all()
+    assert (tokens_of(source, "test") == interleaved(test)).all()
+
+
+def test_the_whole_set_is_divided_as_in_the_paper(tmp_path, monkeypatch, capsys):
+    write_batches(tmp_path, random_rows(1))
+    counts = {"train_data_batch_1.npz": 1_281_167, "val_data.npz": 50_000}
+    monkeypatch.setattr(images, "_count", lambda path: counts[path.name])
+    assert ImageNet64.of(tmp_path).edges == (1_200_000, 1_281_167)
+    assert capsys.readouterr().err == ""
+
+
+def test_part_of_the_set_is_warned_about_in_one_line(tmp_path, capsys):
+    write_batches(tmp_path, random_rows(3))
+    ImageNet64.of(tmp_path)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "3 + 2 pictures" in line
+    assert "cannot be compared" in line
+
+
+def test_batches_are_ordered_by_number(tmp_path):
+    write_batches(tmp_path, random_rows(1), random_rows(1))
+    (tmp_path / "train_data_batch_10.npz").write_bytes(
+        (tmp_path / "train_data_batch_1.npz").read_bytes()
+    )
+    (tmp_path / "train_data_batch_1 (copy).npz").write_bytes(b"")
+    names = [file.stem for file in ImageNet64.of(tmp_path).files]
+    assert names == [f"train_data_batch_{i}" for i in (1, 2, 10)] + ["val_data"]
+
+
+def test_a_changed_batch_changes_the_fingerprint(tmp_path):
+    write_batches(tmp_path, random_rows(3))
+    before = ImageNet64.of(tmp_path).fingerprint()
+    assert ImageNet64.of(tmp_path).fingerprint() == before
+    write_batches(tmp_path, random_rows(4))
+    assert ImageNet64.of(tmp_path).fingerprint() != before
+
+
+def test_missing_files_are_named(tmp_path):
+    with pytest.raises(DataError, match="absent is no folder"):
+        ImageNet64.of(tmp_path / "absent")
+    with pytest.raises(DataError, match=r"train_data_batch_1\.npz is not in"):
+        ImageNet64.of(tmp_path)
+    write_batches(tmp_path, random_rows(1))
+    (tmp_path / "val_data.npz").unlink()
+    with pytest.raises(DataError, match=r"val_data\.npz is not in"):
+        ImageNet64.of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"data": np.zeros((2, 3072), np.uint8)}, r"uint8 \[2, 3072\].*other sizes"),
+        ({"data": np.zeros((2, 12288), np.int64)}, r"int64 \[2, 12288\]"),
+        ({"data": np.zeros(12288, np.uint8)}, r"uint8 \[12288\]"),
+        ({"data": np.asfortranarray(random_rows(2))}, "column order"),
+        ({"other": np.zeros((2, 12288), np.uint8)}, "no array `data`"),
+    ],
+    ids=["width", "dtype", "rank", "order", "name"],
+)
+def test_other_arrays_are_refused(tmp_path, arrays, message):
+    write_batches(tmp_path, random_rows(1))
+    np.savez(tmp_path / "train_data_batch_1.npz", **arrays)
+    with pytest.raises(DataError, match=message) as raised:
+        ImageNet64.of(tmp_path)
+    assert "train_data_batch_1.npz" in str(raised.value)
+
+
+def test_a_truncated_file_is_named_in_one_line(tmp_path):
+    write_batches(tmp_path, random_rows(3))
+    path = tmp_path / "train_data_batch_1.npz"
+    path.write_bytes(path.read_bytes()[:20_000])
+    with pytest.raises(DataError, match=r"cannot read .*batch_1\.npz.*fetch it again") as raised:
+        ImageNet64.of(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_damage_within_a_file_is_found_while_it_is_read(tmp_path, save):
+    write_batches(tmp_path, random_rows(20), save=save)
+    path = tmp_path / "train_data_batch_1.npz"
+    content = bytearray(path.read_bytes())
+    content[50_000:50_100] = bytes(100)
+    path.write_bytes(content)
+    source = ImageNet64.of(tmp_path)
+    with pytest.raises(DataError, match="cannot read"):
+        list(source.pieces("train")), list(source.pieces("validation"))
+
+
+def test_an_array_shorter_than_its_header_says_is_an_error(tmp_path):
+    write_batches(tmp_path, random_rows(20))
+    source = ImageNet64.of(tmp_path)
+    np.savez(tmp_path / "train_data_batch_1.npz", data=random_rows(10))
+    with pytest.raises(DataError, match="ends too early"):
+        list(source.pieces("train"))
+
+
+def write_pictures(folder, n):
+    """Pictures of odd sizes, in several formats, in two folders."""
+    (folder / "more").mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(0)
+    for i in range(n):
+        pixels = generator.integers(0, 256, (30 + 17 * i % 90, 100 - 7 * i % 60, 3), dtype=np.uint8)
+        name = f"{i}.{('png', 'jpg', 'JPEG', 'bmp', 'gif', 'tif')[i % 6]}"
+        Image.fromarray(pixels).save((folder / "more" if i % 2 else folder) / name)
+
+
+def prepared(folder):
+    source = Pictures.of(folder)
+    source.setup(folder)
+    return source
+
+
+def all_tokens(source):
+    return np.concatenate([tokens_of(source, split) for split in SPLITS])
+
+
+def test_pictures_are_squashed_with_the_box_filter(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (128, 192, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "x.png")
+    means = pixels.reshape(64, 2, 64, 3, 3).mean(axis=(1, 3))
+    assert np.abs(decode(tmp_path / "x.png") - means).max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "I;16", "RGBA", "LA"])
+def test_all_kinds_of_pixels_become_red_green_and_blue(tmp_path, mode):
+    path = tmp_path / ("x.tif" if mode in ("CMYK", "YCbCr") else "x.png")
+    if mode == "I;16":
+        Image.fromarray(np.full((9, 200), 200 * 256, dtype=np.uint16)).save(path)
+    else:
+        Image.new("RGB", (9, 200), (200, 200, 200)).convert(mode).save(path)
+    picture = decode(path)
+    assert picture.shape == (64, 64, 3)
+    assert picture.dtype == np.uint8
+    assert abs(picture.mean() - 200) < 5  # black and white dots are grey in the mean
+
+
+def test_what_is_transparent_is_white(tmp_path):
+    Image.new("RGBA", (8, 8), (255, 0, 0, 0)).save(tmp_path / "rgba.png")
+    Image.new("P", (8, 8), 0).save(tmp_path / "palette.png", transparency=0)
+    Image.new("RGBA", (8, 8), (255, 0, 0, 128)).save(tmp_path / "half.png")
+    assert (decode(tmp_path / "rgba.png") == 255).all()
+    assert (decode(tmp_path / "palette.png") == 255).all()
+    assert np.abs(decode(tmp_path / "half.png")[0, 0] - np.array([255, 127, 127])).max() <= 1
+
+
+def test_pictures_are_turned_the_way_up_they_were_taken(tmp_path):
+    pixels = np.zeros((64, 64, 3), dtype=np.uint8)
+    pixels[:32] = 255  # white above, black below
+    exif = Image.Exif()
+    exif[0x0112] = 3  # orientation: upside down
+    Image.fromarray(pixels).save(tmp_path / "x.png", exif=exif)
+    assert (decode(tmp_path / "x.png")[:32] == 0).all()
+    assert (decode(tmp_path / "x.png")[32:] == 255).all()
+
+
+def test_a_folder_is_divided_by_number_and_always_in_the_same_order(tmp_path):
+    write_pictures(tmp_path / "a", 40)
+    write_pictures(tmp_path / "b", 40)
+    first, second = prepared(tmp_path / "a"), prepared(tmp_path / "b")
+    assert [len(tokens_of(first, split)) for split in SPLITS] == [36, 2, 2]
+    assert (all_tokens(first) == all_tokens(second)).all()
+    names = [file.name for file in first.files]
+    assert names != sorted(names)
+    assert (all_tokens(first) == to_tokens(np.stack([decode(f) for f in first.files]))).all()
+
+
+def test_every_split_has_a_picture(tmp_path):
+    write_pictures(tmp_path, 3)
+    assert [len(tokens_of(prepared(tmp_path), split)) for split in SPLITS] == [1, 1, 1]
+
+
+def test_fewer_than_three_pictures_are_refused(tmp_path):
+    write_pictures(tmp_path, 2)
+    (tmp_path / ".hidden.png").write_bytes((tmp_path / "0.png").read_bytes())
+    (tmp_path / "notes.txt").write_text("no picture")
+    with pytest.raises(DataError, match="2, but train, validation and test"):
+        Pictures.of(tmp_path)
+    with pytest.raises(DataError, match="is no folder"):
+        Pictures.of(tmp_path / "0.png")
+
+
+def test_unreadable_files_are_left_out_with_one_line_of_warning(tmp_path, capsys):
+    write_pictures(tmp_path, 4)
+    (tmp_path / "web.jpg").write_text("<html>not found</html>")
+    jpeg = (tmp_path / "more/1.jpg").read_bytes()
+    (tmp_path / "cut.jpg").write_bytes(jpeg[: len(jpeg) // 2])
+    source = Pictures.of(tmp_path)
+    assert source.n_bytes == 6 * 12288
+    source.setup(tmp_path)
+    assert source.n_bytes == 4 * 12288
+    assert [len(tokens_of(source, split)) for split in SPLITS] == [2, 1, 1]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "2 of 6 pictures" in line
+    assert "web.jpg" in line or "cut.jpg" in line
+
+
+def test_no_readable_picture_is_an_error(tmp_path):
+    for i in range(5):
+        (tmp_path / f"{i}.png").write_text("no picture")
+    with pytest.raises(DataError, match="0, but"):
+        prepared(tmp_path)
+
+
+def test_a_picture_too_large_to_be_harmless_is_left_out(tmp_path, monkeypatch, capsys):
+    write_pictures(tmp_path, 3)
+    Image.new("L", (500, 500)).save(tmp_path / "bomb.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20_000)
+    assert len(all_tokens(prepared(tmp_path))) == 3
+    assert "bomb.png" in capsys.readouterr().err
+
+
+def test_processes_decode_the_same_in_the_same_order(tmp_path, monkeypatch, capsys):
+    write_pictures(tmp_path, 40)
+    (tmp_path / "bad.png").write_text("no picture")
+    alone = all_tokens(prepared(tmp_path))
+    monkeypatch.setattr(images, "FEW", 0)
+    monkeypatch.setattr(images, "BATCH", 2)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert (all_tokens(prepared(tmp_path)) == alone).all()
+    assert capsys.readouterr().err.count("1 of 41 pictures") == 2
+
+
+def test_without_pillow_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(DataError, match=r"pip install 'transformer-vq\[image\]'"):
+        Pictures.of(tmp_path)
+
+
+def test_a_changed_folder_changes_the_fingerprint(tmp_path):
+    write_pictures(tmp_path, 3)
+    before = Pictures.of(tmp_path).fingerprint()
+    assert Pictures.of(tmp_path).fingerprint() == before
+    write_pictures(tmp_path, 4)
+    assert Pictures.of(tmp_path).fingerprint() != before

@@ -1,0 +1,315 @@
+"""tvq: one subcommand = one library call.
+
+Results go to stdout, progress and warnings to stderr. A user's mistake is one line and exit
+status 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from transformer_vq.checkpoint import read_config, write_json
+from transformer_vq.config import DataConfig, Dataset, RunConfig
+from transformer_vq.data.corpora import prepare
+from transformer_vq.data.enwik8 import download
+from transformer_vq.evaluate import Protocol, evaluate_run
+from transformer_vq.nn.device import find_device
+from transformer_vq.presets import PRESETS
+from transformer_vq.report import corpus_facts, corpus_table, evaluation_table, sizes_table
+from transformer_vq.sizes import sizes
+from transformer_vq.training.loop import Result, TrainingError
+from transformer_vq.training.loop import resume as resume_run
+from transformer_vq.training.loop import train as train_run
+
+T = TypeVar("T")
+Flat = Annotated[RunConfig, tyro.conf.arg(name="")]
+Json = Annotated[bool, tyro.conf.arg(help="Make the last line of stdout one JSON object.")]
+
+
+PROTOCOLS: dict[str, tuple[Protocol, ...]] = {
+    "windowed": ("windowed",),
+    "streaming": ("streaming",),
+    "both": ("windowed", "streaming"),
+}
+
+
+class UsageError(ValueError):
+    """A command line that cannot be understood."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a model from a preset; every part of it can be changed by an option."""
+
+    run: Flat
+    out: Path
+    """Folder of the run, which must not hold one yet."""
+    json: Json = False
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go on with a run from its newest checkpoint, bit for bit as if it had not been interrupted.
+
+    Options may change what no update depends on, such as train.save-every or train.device.
+    """
+
+    run: Flat
+    json: Json = False
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Score a split: bits per byte, word-level perplexity, loss by position in context."""
+
+    data: DataConfig
+    """Other data than the run was trained on may be given."""
+    split: Literal["train", "validation", "test"] = "test"
+    protocol: Literal["windowed", "streaming", "both", "auto"] = "auto"
+    """windowed: fresh state every seq-len tokens, as in the paper. streaming: one state through
+    every whole document. auto: both, or only windowed for full attention, whose cost grows."""
+    checkpoint: str = "best"
+    """best, last, or the number of a step."""
+    seq_len: int | None = None
+    """Tokens per context of the windowed protocol; the run's own by default."""
+    batch_size: int | None = None
+    """Contexts worked on at a time; the result does not depend on it."""
+    max_tokens: int | None = None
+    """Score only the start of the split."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    device: str = "auto"
+    json: Json = False
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Turn material into a corpus of tokens; training does this on its own when needed.
+
+    Downloads enwik8 if no path is given for it; nothing else is ever fetched.
+    """
+
+    dataset: tyro.conf.Positional[Dataset] = "text"
+    path: str | None = None
+    """File or folder that holds the material."""
+    tokenizer: str | None = None
+    """An existing SentencePiece .model for books."""
+    vocab_size: int | None = None
+    """Size of the vocabulary to be learned for books; 32,000 by default."""
+    cache: str = DataConfig.cache
+    """Folder in which corpora and downloads are kept."""
+    json: Json = False
+
+
+@dataclass(frozen=True)
+class Info:
+    """Parameters, FLOPs per token, state and memory of a preset with changes, or of a run."""
+
+    run: Flat
+    json: Json = False
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Draw the loss curves and codebook health of a run, or the figure of a recorded benchmark."""
+
+    path: tyro.conf.Positional[Path]
+    """Folder of a run, or a JSON file from benchmarks/."""
+    out: Path | None = None
+    """PNG to write; beside the data by default."""
+
+
+def train(arguments: list[str]) -> None:
+    name, rest = _first(arguments, "train", "PRESET", f"presets: {', '.join(PRESETS)}")
+    command = _parse(Train, rest, f"train {name}", Train(_preset(name), Path("runs") / name))
+    _report(train_run(command.run, command.out), command.json)
+
+
+def resume(arguments: list[str]) -> None:
+    name, rest = _first(arguments, "resume", "RUN", "RUN is the folder of a run")
+    command = _parse(Resume, rest, f"resume {name}", Resume(read_config(Path(name))))
+    _report(resume_run(Path(name), command.run), command.json)
+
+
+def eval_(arguments: list[str]) -> None:
+    name, rest = _first(arguments, "eval", "RUN", "RUN is the folder of a run")
+    run, config = Path(name), read_config(Path(name))
+    command = _parse(Eval, rest, f"eval {name}", Eval(config.data))
+    facts, results = evaluate_run(
+        run,
+        data=command.data,
+        split=command.split,
+        protocols=PROTOCOLS.get(command.protocol),
+        checkpoint=command.checkpoint,
+        seq_len=command.seq_len,
+        batch_size=command.batch_size,
+        max_tokens=command.max_tokens,
+        precision=command.precision,
+        device=find_device(command.device),
+    )
+    print(evaluation_table(facts, results))
+    write_json(run / f"evaluation-{command.split}.json", facts)
+    _print_json(facts, command.json)
+
+
+def prepare_(arguments: list[str]) -> None:
+    command = _parse(Prepare, arguments, "prepare")
+    data = DataConfig(command.dataset, command.path, command.tokenizer, command.cache)
+    if command.dataset == "enwik8" and command.path is None:
+        download(Path(command.cache).expanduser())
+    vocab_size = 32_000 if command.dataset == "pg19" else 256
+    corpus = prepare(data, command.vocab_size or vocab_size)
+    print(corpus_table(corpus))
+    _print_json(corpus_facts(corpus), command.json)
+
+
+def info(arguments: list[str]) -> None:
+    name, rest = _first(arguments, "info", "PRESET", f"presets: {', '.join(PRESETS)}")
+    config = read_config(Path(name)) if Path(name).is_dir() else _preset(name)
+    command = _parse(Info, rest, f"info {name}", Info(config))
+    result = sizes(command.run)
+    print(sizes_table(name, command.run, result))
+    _print_json({"name": name, **vars(result), "train_bytes": result.train_bytes}, command.json)
+
+
+def plot(arguments: list[str]) -> None:
+    from transformer_vq.bench.plots import plot_path
+
+    command = _parse(Plot, arguments, "plot")
+    for path in plot_path(command.path, command.out):
+        print(path)
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
+    "train": (train, "train a model from a preset"),
+    "resume": (resume, "go on with a run"),
+    "eval": (eval_, "score a split of the data: bits per byte, word-level perplexity"),
+    "prepare": (prepare_, "turn text, books or pictures into tokens; fetch enwik8"),
+    "info": (info, "parameters, FLOPs, state and memory of a preset or a run"),
+    "plot": (plot, "draw the curves of a run or the figure of a benchmark"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0 done, 2 the user's mistake, 1 a run that could not go on."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return
+    name, *rest = arguments
+    try:
+        if name not in COMMANDS:
+            raise UsageError(
+                f"there is no command {name!r}{_nearest(name, COMMANDS)}; see tvq --help"
+            )
+        COMMANDS[name][0](rest)
+    except TrainingError as error:
+        _fail(str(error), 1)
+    except (ValueError, FileNotFoundError, PermissionError) as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except BrokenPipeError:
+        sys.exit(0)  # the reader of the output has gone, as `head` does
+
+
+def _fail(message: str, status: int) -> None:
+    print(f"tvq: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def _overview() -> str:
+    lines = [f"  {name:<9} {what}" for name, (_, what) in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: tvq COMMAND ...",
+            "",
+            "Transformer-VQ: transformers whose dense softmax attention costs linear time.",
+            "",
+            *lines,
+            "",
+            f"presets: {', '.join(PRESETS)}",
+            "`tvq COMMAND --help` tells the rest; `tvq train tiny --out demo-run` is a start.",
+        ]
+    )
+
+
+def _first(arguments: list[str], command: str, what: str, hint: str) -> tuple[str, list[str]]:
+    """The word that decides what the options mean and what their defaults are."""
+    if not arguments or arguments[0].startswith("-"):
+        if arguments and arguments[0] in ("-h", "--help"):
+            print(f"usage: tvq {command} {what} [options]\n\n{hint}\n")
+            print(f"`tvq {command} {what} --help` lists the options and their defaults.")
+            sys.exit(0)
+        raise UsageError(f"tvq {command} needs a {what} first; {hint}")
+    return arguments[0], arguments[1:]
+
+
+def _preset(name: str) -> RunConfig:
+    if name not in PRESETS:
+        raise UsageError(
+            f"there is no preset {name!r}{_nearest(name, PRESETS)}; choose one of "
+            f"{', '.join(PRESETS)}"
+        )
+    return PRESETS[name]
+
+
+def _nearest(name: str, names: Any) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _parse(kind: type[T], arguments: list[str], prog: str, default: T | None = None) -> T:
+    """Options by tyro; what it would draw as a box becomes one line."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            options: dict[str, Any] = {} if default is None else {"default": default}
+            return tyro.cli(kind, args=arguments, prog=f"tvq {prog}", **options)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise UsageError(_one_line(box.getvalue())) from None
+
+
+def _one_line(box: str) -> str:
+    """The text of an error box up to its last section, which only points at --help."""
+    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
+    lines = [line for line in lines if line.strip("─")]
+    text = " ".join(line for line in lines if not line.startswith("For full helptext"))
+    return f"{text}; --help lists the options"
+
+
+def _report(result: Result, as_json: bool) -> None:
+    """How a sitting ended; a run stopped by a signal ends with that signal's exit status."""
+    stopped_by = None if result.finished else result.stopped_by
+    if stopped_by is None:
+        print(f"{result.run}: {result.step} updates, {result.best_loss:.4f} nats per token at best")
+        print(f"next: tvq eval {result.run} --split test; tvq plot {result.run}")
+    else:
+        print(f"stopped at update {result.step} and saved; go on with: tvq resume {result.run}")
+    best = result.best_loss if math.isfinite(result.best_loss) else None
+    facts = {
+        "run": str(result.run),
+        "step": result.step,
+        "finished": result.finished,
+        "best_validation_nats_per_token": best,
+    }
+    _print_json(facts, as_json)
+    if stopped_by is not None:
+        sys.exit(128 + stopped_by)
+
+
+def _print_json(facts: dict[str, Any], wanted: bool) -> None:
+    if wanted:
+        print(json.dumps(facts))

@@ -1,0 +1,28 @@
+"""Where and in which precision a model works."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+def find_device(name: str = "auto") -> torch.device:
+    """The device of that name; `auto` is a GPU if there is one. Raises ValueError without it."""
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator or torch.device("cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"device {name!r} cannot be used ({why}); try cpu or auto") from error
+    return device
+
+
+def matmul_precision(device: torch.device, precision: str) -> AbstractContextManager[object]:
+    """fp32, or bf16 for matrix products while weights and everything delicate stay fp32."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)

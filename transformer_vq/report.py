@@ -1,0 +1,90 @@
+"""Results as text and as plain values: what commands print."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformer_vq.config import RunConfig
+from transformer_vq.data.corpora import Corpus
+from transformer_vq.evaluate import Evaluation
+from transformer_vq.progress import short
+from transformer_vq.sizes import Sizes
+
+
+def evaluation_table(facts: dict[str, Any], results: list[Evaluation]) -> str:
+    """Every protocol with its figures and its loss by position."""
+    lines = [f"{facts['run']} ({facts['checkpoint']}), {facts['split']} of {facts['dataset']}"]
+    how = {
+        "windowed": f"fresh state every {facts['seq_len']:,} tokens",
+        "streaming": "one state through every document",
+    }
+    for result in results:
+        counts = [f"{result.tokens:,} tokens", f"{result.bytes:,} bytes"]
+        figures = [
+            f"{result.bits_per_byte:.4f} bits per byte",
+            f"{result.nats_per_token:.4f} nats per token",
+        ]
+        if result.word_perplexity is not None:
+            counts.append(f"{result.words:,} words")
+            figures.append(f"word-level perplexity {result.word_perplexity:,.4g}")
+        lines += [
+            "",
+            f"{result.protocol} ({how[result.protocol]}), {', '.join(counts)}:",
+            ", ".join(figures),
+            "",
+            "| tokens before | tokens | nats per token |",
+            "| ---: | ---: | ---: |",
+        ]
+        for row in result.by_position:
+            span = f"{row.first:,}" if row.first == row.last else f"{row.first:,} - {row.last:,}"
+            lines.append(f"| {span} | {row.tokens:,} | {row.nats_per_token:.4f} |")
+    return "\n".join(lines)
+
+
+def sizes_table(name: str, config: RunConfig, result: Sizes) -> str:
+    """What a run costs in memory and arithmetic."""
+    train = config.train
+    tokens = train.batch_size * train.backprop_len
+    flops = result.train_flops * tokens * train.steps
+    forward, training = short(result.forward_flops), short(result.train_flops)
+    parts = (
+        f"weights and gradients {_bytes(2 * result.weight_bytes)}, optimizer "
+        f"{_bytes(result.optimizer_bytes)}, activations {_bytes(result.activation_bytes)}"
+    )
+    rows = {
+        "parameters": f"{result.parameters:,}",
+        "numbers in codebooks": f"{result.codebooks:,}",
+        "FLOPs per token": f"{forward} forward, {training} training",
+        "tokens per update": f"{tokens:,}",
+        "updates": f"{train.steps:,} ({short(tokens * train.steps)} tokens, {flops:.2e} FLOPs)",
+        "state per sequence": _bytes(result.state_bytes),
+        "weights": _bytes(result.weight_bytes),
+        "training, estimate": f"{_bytes(result.train_bytes)}: {parts}",
+    }
+    title = f"{name}: {config.model.head_type}, {config.model.attention} attention"
+    return "\n".join([title, *(f"  {label:<22} {value}" for label, value in rows.items())])
+
+
+def corpus_table(corpus: Corpus) -> str:
+    """The splits of a corpus and how large they are."""
+    lines = [f"{corpus.dataset} in {corpus.folder}, vocabulary of {corpus.vocab_size:,}"]
+    for name, size in corpus.sizes.items():
+        words = "" if size.words is None else f", {size.words:,} words"
+        lines.append(
+            f"{name:>10}: {size.tokens:,} tokens, {size.documents:,} documents, "
+            f"{size.bytes:,} bytes{words}"
+        )
+    return "\n".join(lines)
+
+
+def corpus_facts(corpus: Corpus) -> dict[str, Any]:
+    return {
+        "dataset": corpus.dataset,
+        "folder": str(corpus.folder),
+        "vocab_size": corpus.vocab_size,
+        "splits": {name: vars(size) for name, size in corpus.sizes.items()},
+    }
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"

@@ -1,0 +1,144 @@
+"""How large a run is, by arithmetic: parameters, FLOPs per token, state and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from transformer_vq.config import ModelConfig, RunConfig
+from transformer_vq.nn.model import TransformerVQ
+
+FLOAT = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """All memory in bytes, all FLOPs per token."""
+
+    parameters: int
+    codebooks: int
+    """Numbers in the codebooks, which are no parameters."""
+    forward_flops: int
+    train_flops: int
+    """Forward and backward; recomputation counts as nothing."""
+    state_bytes: int
+    """What decoding carries per sequence; for full attention after seq_len tokens."""
+    weight_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int
+    """Estimate for one micro-batch."""
+
+    @property
+    def train_bytes(self) -> int:
+        """Weights, gradients, optimizer and activations together."""
+        return 2 * self.weight_bytes + self.optimizer_bytes + self.activation_bytes
+
+
+def sizes(config: RunConfig) -> Sizes:
+    """Nothing is allocated: the model is built on the meta device."""
+    with torch.device("meta"):
+        model = TransformerVQ(config.model)
+    shapes = [p.shape for p in model.parameters()]
+    parameters = sum(shape.numel() for shape in shapes)
+    codebooks = sum(b.numel() for name, b in model.named_buffers() if "started" not in name)
+    forward = flops_per_token(config.model, config.train.seq_len)
+    if config.optim.optimizer == "adamw":
+        optimizer = 2 * parameters
+    else:
+        optimizer = sum(_adafactor_numbers(shape) for shape in shapes)
+    return Sizes(
+        parameters=parameters,
+        codebooks=codebooks,
+        forward_flops=forward,
+        train_flops=3 * forward,
+        state_bytes=_state_bytes(config.model, config.train.seq_len),
+        weight_bytes=FLOAT * (parameters + codebooks),
+        optimizer_bytes=FLOAT * optimizer,
+        activation_bytes=_activation_bytes(config),
+    )
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """Multiplications and additions of the forward pass, per token.
+
+    Full attention meets half of `seq_len` keys on average; linear attention S codes and 2 L keys.
+    """
+    d_model, d_k = config.d_model, config.d_k
+    heads, kv_heads, d_v, d_ff = _widths(config)
+    if config.head_type == "shga":
+        projections = 2 * d_model * (2 * d_k + 3 * d_v)
+    else:
+        projections = 2 * d_model * (2 * heads * d_k + kv_heads * (d_k + d_v))
+    if config.attention == "full":
+        keys = biased = seq_len // 2
+        nearest = 0
+    else:
+        biased = 2 * config.block_len
+        keys = biased + (config.n_code if config.compressive_cache else 0)
+        nearest = 2 * config.n_code * d_k * kv_heads
+    attention = heads * (2 * keys * d_k + 2 * biased * d_k + 2 * keys * d_v)
+    feed_forward = 4 * d_model * d_ff
+    per_layer = (projections + nearest + attention) * _attentions(config) + feed_forward
+    return config.n_layer * per_layer + 2 * d_model * config.vocab_size
+
+
+def _widths(config: ModelConfig) -> tuple[int, int, int, int]:
+    """Query heads, key heads, width of a value head, width of the feed-forward layer."""
+    if config.head_type == "shga":
+        return 1, 1, 2 * config.d_model, 0
+    heads = config.d_model // config.d_k
+    if config.head_type == "mha":
+        return heads, heads, config.d_k, 4 * config.d_model
+    return heads, 1, config.d_k, 5 * config.d_model
+
+
+def _attentions(config: ModelConfig) -> int:
+    """Attention branches per transformer layer."""
+    return 2 if config.head_type == "shga" else 1
+
+
+def _state_bytes(config: ModelConfig, seq_len: int) -> int:
+    """Arithmetic instead of a state on the meta device: that of full attention is not made yet."""
+    _, kv_heads, d_v, _ = _widths(config)
+    if config.attention == "full":
+        per_head = FLOAT * seq_len * (config.d_k + d_v)
+    else:
+        per_head = config.block_len * (FLOAT * (config.d_k + d_v) + 8)
+        if config.compressive_cache:
+            per_head += FLOAT * config.n_code * (d_v + 1)
+    position = 8
+    return config.n_layer * _attentions(config) * (kv_heads * per_head + position)
+
+
+def _activation_bytes(config: RunConfig) -> int:
+    """What the backward pass of one micro-batch keeps, roughly: inputs and scores of a branch.
+
+    With recomputation one branch at a time, and the input of every branch.
+    """
+    model, train = config.model, config.train
+    tokens = train.batch_size // train.accumulate * train.backprop_len
+    heads, _, d_v, d_ff = _widths(model)
+    wide = 2 if train.precision == "bf16" else 4
+    if model.attention == "full":
+        scores = heads * train.seq_len
+    else:
+        scores = heads * (2 * 2 * model.block_len + model.n_code)
+    attention = wide * (3 * scores + 6 * heads * d_v + 8 * heads * model.d_k + 4 * model.d_model)
+    feed_forward = wide * 3 * d_ff
+    branches = 2 * model.n_layer
+    per_layer = attention * _attentions(model) + feed_forward
+    logits = 3 * FLOAT * model.vocab_size
+    if train.recompute:
+        per_token = branches * FLOAT * model.d_model + per_layer // 2
+    else:
+        per_token = model.n_layer * per_layer
+    return tokens * (per_token + logits)
+
+
+def _adafactor_numbers(shape: torch.Size, min_factored: int = 128) -> int:
+    """Second moments as a row and a column where both dimensions are large enough."""
+    if len(shape) < 2 or sorted(shape)[-2] < min_factored:
+        return shape.numel()
+    *_, second, largest = sorted(shape)
+    return shape.numel() // second + shape.numel() // largest

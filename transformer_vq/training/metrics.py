@@ -1,0 +1,102 @@
+"""The log of a run: metrics.jsonl always, TensorBoard and Weights & Biases when asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformer_vq.checkpoint import write_text
+from transformer_vq.config import RunConfig
+from transformer_vq.progress import warn
+
+NAME = "metrics.jsonl"
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """All rows of a run's log; a last line that was cut off by a crash is left out."""
+    path = run / NAME
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def rewind(run: Path, step: int, validated_at: int) -> None:
+    """Forget what was logged after a checkpoint, so that resuming logs every update once."""
+    last = {"train": step, "validation": validated_at}
+    rows = [row for row in read_metrics(run) if row["step"] <= last[row["kind"]]]
+    write_text(run / NAME, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+class MetricsLog:
+    """Rows with a kind (train, validation) and a step."""
+
+    def __init__(self, run: Path, config: RunConfig) -> None:
+        self._path = run / NAME
+        self._failed = False
+        self._tensorboard = _tensorboard(run) if config.train.tensorboard else None
+        self._wandb = _wandb(run, config) if config.train.wandb else None
+
+    def write(self, kind: str, step: int, **values: float | None) -> None:
+        row = {"kind": kind, "step": step, **values}
+        try:
+            with open(self._path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            if not self._failed:  # once is enough; training goes on
+                warn(f"cannot write {self._path}: {error}")
+            self._failed = True
+        numbers = {f"{kind}/{name}": x for name, x in values.items() if x is not None}
+        if self._tensorboard is not None:
+            for name, value in numbers.items():
+                self._tensorboard.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=step)
+
+    def close(self) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+@contextmanager
+def metrics_log(run: Path, config: RunConfig) -> Iterator[MetricsLog]:
+    log = MetricsLog(run, config)
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+def _tensorboard(run: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "train.tensorboard needs a package: pip install 'transformer-vq[log]'"
+        ) from None
+    return SummaryWriter(str(run / "tensorboard"))
+
+
+def _wandb(run: Path, config: RunConfig) -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise ValueError("train.wandb needs a package: pip install wandb") from None
+    return wandb.init(
+        project=config.train.wandb,
+        name=run.name,
+        id=run.name,
+        resume="allow",
+        dir=str(run),
+        config=config.to_dict(),
+    )

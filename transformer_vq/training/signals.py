@@ -1,0 +1,38 @@
+"""Stopping in good order: the first Ctrl-C or SIGTERM asks, a second Ctrl-C insists."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+from transformer_vq.progress import warn
+
+
+class StopRequest:
+    """A context in which SIGINT and SIGTERM are noted instead of obeyed at once."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self.signal is None:
+            warn("\nstopping after this update and saving; Ctrl-C again to stop without")
+        self.signal = number

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from transformer_vq import ModelConfig
+from transformer_vq.config import DataConfig, OptimConfig, RunConfig, TrainConfig
 from transformer_vq.ops.quadratic import Phi, quadratic_vq_attention
 from transformer_vq.ops.state import AttentionState
 
@@ -156,3 +159,37 @@ def tiny_config(**overrides) -> ModelConfig:
     """A model small enough for anything: blocks of 4, 7 codes, 17 tokens."""
     sizes = {"vocab_size": 17, "d_model": 16, "n_layer": 2, "d_k": 8, "n_code": 7, "block_len": 4}
     return ModelConfig(**(sizes | overrides))
+
+
+def tiny_run(folder: Path, **changes: dict[str, object]) -> RunConfig:
+    """A run of seconds on some text that is written into `folder`; changes by part of the config.
+
+    Everything random is on, so that a resumed run shows whatever it has forgotten.
+    """
+    text = folder / "text"
+    if not text.exists():
+        text.mkdir(parents=True)
+        words = ["the", "a", "cat", "mat", "sat", "on", "and", "then", "it", "ran", "off", "up"]
+        generator = random.Random(0)
+        for number in range(3):
+            chosen = generator.choices(words, k=400)
+            (text / f"{number}.txt").write_text(" ".join(chosen))
+    model = tiny_config(p_dropsin=0.1, p_dropres=0.1, p_droplyr=0.1, revive_below=0.01)
+    train = TrainConfig(
+        steps=10,
+        batch_size=4,
+        seq_len=48,
+        backprop_len=16,
+        eval_every=4,
+        save_every=3,
+        eval_tokens=100,
+        device="cpu",
+    )
+    return RunConfig(
+        model=replace(model, vocab_size=256, **changes.get("model", {})),
+        data=replace(DataConfig(path=str(text), cache=str(folder / "cache"))),
+        optim=replace(
+            OptimConfig(lr=1e-3, warmup=3, weight_decay=1e-3), **changes.get("optim", {})
+        ),
+        train=replace(train, **changes.get("train", {})),
+    )

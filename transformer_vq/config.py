@@ -158,7 +158,7 @@ class TrainConfig:
     backprop_len: int = 2048
     """Tokens per window: how far gradients go back."""
     accumulate: int = 1
-    """Parts into which the batch of an update is divided to save memory."""
+    """Parts into which the batch of an update is divided to save memory; 0 takes as few as fit."""
     precision: Precision = "fp32"
     """fp32, or bf16 for matrix products; weights, codebooks, normalisers and loss stay fp32."""
     recompute: bool = False
@@ -189,7 +189,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _check_choices(self)
         for name in (
-            *("steps", "batch_size", "seq_len", "backprop_len", "accumulate"),
+            *("steps", "batch_size", "seq_len", "backprop_len"),
             *("log_every", "eval_every", "eval_tokens", "save_every", "keep"),
         ):
             value = getattr(self, name)
@@ -200,7 +200,7 @@ class TrainConfig:
                 f"seq_len={self.seq_len} is not a multiple of backprop_len={self.backprop_len}: a "
                 "sequence is worked on in whole windows"
             )
-        if self.batch_size % self.accumulate:
+        if self.accumulate < 0 or (self.accumulate and self.batch_size % self.accumulate):
             raise ValueError(
                 f"batch_size={self.batch_size} cannot be divided into accumulate={self.accumulate} "
                 "equal parts"

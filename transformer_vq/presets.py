@@ -30,9 +30,16 @@ _IMAGES = replace(_PAPER, seq_len=12_288)
 
 # Sizes chosen by measurement on two cores; short warm-up and higher rate for short trainings.
 _CPU_MODEL = ModelConfig(
-    vocab_size=256, d_model=256, n_layer=4, d_k=64, n_code=256, block_len=128, codebook_init="keys"
+    vocab_size=256,
+    d_model=256,
+    n_layer=4,
+    d_k=64,
+    n_code=256,
+    block_len=128,
+    codebook_init="keys",
+    revive_below=0.1,
 )
-_CPU_OPTIM = OptimConfig(lr=2e-3, warmup=100, grad_clip=1.0, lr_final_share=0.05)
+_CPU_OPTIM = OptimConfig(lr=3e-3, warmup=100, grad_clip=1.0, lr_final_share=0.05)
 _CPU_TRAIN = TrainConfig(batch_size=8, seq_len=2048, backprop_len=512, steps=1500)
 
 PRESETS: dict[str, RunConfig] = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from transformer_vq.config import ModelConfig, RunConfig
+from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
 
 FLOAT = 4  # bytes
@@ -55,7 +56,7 @@ def sizes(config: RunConfig) -> Sizes:
         state_bytes=_state_bytes(config.model, config.train.seq_len),
         weight_bytes=FLOAT * (parameters + codebooks),
         optimizer_bytes=FLOAT * optimizer,
-        activation_bytes=_activation_bytes(config),
+        activation_bytes=_activation_bytes(config, _n_segments(model, config)),
     )
 
 
@@ -98,42 +99,79 @@ def _attentions(config: ModelConfig) -> int:
     return 2 if config.head_type == "shga" else 1
 
 
-def _state_bytes(config: ModelConfig, seq_len: int) -> int:
-    """Arithmetic instead of a state on the meta device: that of full attention is not made yet."""
+def _state_bytes(config: ModelConfig, seq_len: int, wide: int = FLOAT) -> int:
+    """Arithmetic instead of a state on the meta device: that of full attention is not made yet.
+
+    wide: bytes of a number in keys and values; the cache is always float32.
+    """
     _, kv_heads, d_v, _ = _widths(config)
     if config.attention == "full":
-        per_head = FLOAT * seq_len * (config.d_k + d_v)
+        per_head = wide * seq_len * (config.d_k + d_v)
     else:
-        per_head = config.block_len * (FLOAT * (config.d_k + d_v) + 8)
+        per_head = config.block_len * (wide * (config.d_k + d_v) + 8)
         if config.compressive_cache:
             per_head += FLOAT * config.n_code * (d_v + 1)
     position = 8
     return config.n_layer * _attentions(config) * (kv_heads * per_head + position)
 
 
-def _activation_bytes(config: RunConfig) -> int:
-    """What the backward pass of one micro-batch keeps, roughly: inputs and scores of a branch.
+def _activation_bytes(config: RunConfig, n_segments: int) -> int:
+    """What the backward pass of one micro-batch needs at its peak, beside weights and gradients.
 
-    With recomputation one branch at a time, and the input of every branch.
+    Counted are tensors that autograd keeps, states before and after, logits, and the gradients of
+    one branch's scores and values. Tables of positions, which have no batch, are left out, and so
+    is memory that an allocator holds without using it.
+    n_segments: parts in which a window goes through a branch; recomputation keeps the state before
+    each of them, and computes one of them again at a time.
     """
     model, train = config.model, config.train
-    tokens = train.batch_size // train.accumulate * train.backprop_len
-    heads, _, d_v, d_ff = _widths(model)
-    wide = 2 if train.precision == "bf16" else 4
+    n_rows = train.batch_size // train.accumulate
+    heads, kv_heads, d_v, d_ff = _widths(model)
+    wide = 2 if train.precision == "bf16" else FLOAT
+    state_before = _state_bytes(model, train.seq_len - train.backprop_len, wide)
+    state_after = _state_bytes(model, train.seq_len, wide)
+
+    # Numbers per token that an attention branch keeps, scores aside: its input before and after
+    # the norm, queries for content and position, the output, with a gate also before it and the
+    # gate itself; keys and values as projected, for VQ also quantized and as the previous block.
+    kept = 2 * model.d_model + heads * (4 * model.d_k + d_v)
+    if model.head_type == "shga":
+        kept += 3 * d_v
     if model.attention == "full":
         scores = heads * train.seq_len
+        kept += kv_heads * (model.d_k + d_v)
     else:
-        scores = heads * (2 * 2 * model.block_len + model.n_code)
-    attention = wide * (3 * scores + 6 * heads * d_v + 8 * heads * model.d_k + 4 * model.d_model)
-    feed_forward = wide * 3 * d_ff
-    branches = 2 * model.n_layer
-    per_layer = attention * _attentions(model) + feed_forward
+        scores = heads * 2 * model.block_len
+        kept += 4 * kv_heads * (model.d_k + d_v)
+        if model.compressive_cache:
+            scores += heads * model.n_code
+            kept += kv_heads * model.n_code * d_v // model.block_len  # the cache before each block
+    # The softmax is float32; products take it in their own type, those of VQ by key head.
+    copied = wide < FLOAT or (model.attention == "vq" and heads > kv_heads)
+    attention = wide * kept + (FLOAT + copied * wide) * scores
+    feed_forward = wide * 2 * (model.d_model + d_ff) if d_ff else 0
+    gradients = wide * 2 * (scores + heads * d_v)
+
+    tokens = n_rows * train.backprop_len
     logits = 3 * FLOAT * model.vocab_size
     if train.recompute:
-        per_token = branches * FLOAT * model.d_model + per_layer // 2
+        inputs = 2 * model.n_layer * FLOAT * model.d_model
+        again = max(attention + gradients, n_segments * feed_forward) // n_segments
+        per_token = inputs + again + logits
+        state_after *= n_segments
     else:
-        per_token = model.n_layer * per_layer
-    return tokens * (per_token + logits)
+        per_layer = attention * _attentions(model) + feed_forward
+        per_token = model.n_layer * per_layer + gradients + logits
+    return tokens * per_token + train.batch_size * state_before + n_rows * state_after
+
+
+def _n_segments(model: TransformerVQ, config: RunConfig) -> int:
+    """In how many parts a window of a micro-batch goes through an attention branch."""
+    train, attention = config.train, model.branches[0]
+    if not isinstance(attention, VQAttention):
+        return 1
+    segment_len = attention._segment_len(train.batch_size // train.accumulate, train.backprop_len)
+    return -(-train.backprop_len // segment_len)
 
 
 def _adafactor_numbers(shape: torch.Size, min_factored: int = 128) -> int:

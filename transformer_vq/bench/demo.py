@@ -1,32 +1,75 @@
-"""What `make demo` shows: the equality with the definition, and how time grows with length."""
+"""What `make demo` shows: a model trained in minutes, measured against counting, and its text.
+
+    python -m transformer_vq.bench.demo [--out demo] [--steps N]
+
+It learns the sources of Python's standard library. Interrupted, it goes on where it stopped.
+"""
 
 from __future__ import annotations
 
-import json
+import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from transformer_vq.bench import run_main
 from transformer_vq.bench.equality import differences
-from transformer_vq.bench.plots import plot_scaling
-from transformer_vq.bench.scaling import Cell, run, table
+from transformer_vq.bench.ngram import bits_per_byte
+from transformer_vq.bench.plots import plot_path
+from transformer_vq.checkpoint import load_model, read_config
+from transformer_vq.data.corpora import prepare
+from transformer_vq.data.tokenizer import load_tokenizer
+from transformer_vq.evaluate import evaluate_run
+from transformer_vq.generate import generate
+from transformer_vq.presets import PRESETS
+from transformer_vq.training.loop import resume, train
+
+PROMPT = "def read_lines(path):\n"
 
 
-def main() -> None:
-    print("1. The same result as attention over all quantized keys (float64, 1,000 tokens).")
-    print("   Relative RMS difference to Definition 3.1 computed in quadratic time:\n")
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m transformer_vq.bench.demo", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder of the run")
+    parser.add_argument("--steps", type=int, help="updates, instead of the preset's")
+    options = parser.parse_args(arguments)
+
+    print("1. Attention in linear time is the definition, to the last decimals (float64).")
+    print("   Relative RMS difference to Definition 3.1 in quadratic time, 1,000 tokens:\n")
     print("| heads | reduction | output | gradients |\n| --- | --- | ---: | ---: |")
     for head_type, reduction, output, gradients in differences():
         print(f"| {head_type} | {reduction} | {output:.1e} | {gradients:.1e} |", flush=True)
 
-    print("\n2. In linear time: one training step, forward and backward through the sequence.\n")
-    cells = [Cell("vq", n, repeats=3) for n in (1024, 2048, 4096, 8192, 16384)]
-    cells += [Cell("full", n, repeats=3) for n in (1024, 2048, 4096, 8192)]
-    result = run(cells, rounds=1)
-    print(table(result))
-    folder = Path("demo")
-    plot_scaling(result, folder / "scaling.png")
-    (folder / "scaling.json").write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\nFigure: {folder / 'scaling.png'}, measurements: {folder / 'scaling.json'}")
+    config = PRESETS["tiny"]
+    if options.steps is not None:
+        config = replace(config, train=replace(config.train, steps=options.steps))
+    run = options.out
+    print("\n2. Training `tiny` on the sources of Python's standard library.\n", flush=True)
+    result = resume(run) if (run / "config.json").exists() else train(config, run)
+    if not result.finished:
+        print(f"stopped at update {result.step} and saved; `make demo` goes on from there")
+        return
+
+    print("3. Bits per byte of the test split, beside models that only count bytes:\n")
+    _, (windowed,) = evaluate_run(run, protocols=["windowed"])
+    counting = bits_per_byte(prepare(read_config(run).data))
+    print("| model | bits per byte |\n| --- | ---: |")
+    print(f"| order 0: frequencies of bytes | {counting[0]:.3f} |")
+    print(f"| order 2: given the two bytes before | {counting[2]:.3f} |")
+    print(
+        f"| Transformer-VQ `tiny`, {config.train.seq_len:,} tokens of context "
+        f"| {windowed.bits_per_byte:.3f} |"
+    )
+
+    print("\n4. What it writes after the first line:\n")
+    model, _ = load_model(run)
+    tokenizer = load_tokenizer(run)
+    prompt = [tokenizer.bos, *tokenizer.encode(PROMPT)]
+    tokens = generate(model, prompt, 400, temperature=0.7, top_p=0.9, seed=0)
+    print(PROMPT + tokenizer.decode(tokens).decode(errors="replace"))
+
+    print("\nFigures: " + ", ".join(str(path) for path in plot_path(run)))
+    print(f"More: tvq eval {run}; tvq train small --data.path YOUR.txt --out YOUR-RUN")
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ import numpy as np
 from transformer_vq.config import DataConfig
 from transformer_vq.data.books import Books
 from transformer_vq.data.enwik8 import enwik8_source
-from transformer_vq.data.images import ImageNet64, Pictures
+from transformer_vq.data.images import ImageNet64
+from transformer_vq.data.pictures import Pictures
 from transformer_vq.data.source import SPLITS, DataError, Source
 from transformer_vq.data.text import ByteFiles, python_sources, text_files
 from transformer_vq.data.tokenizer import Tokenizer, load_tokenizer
-from transformer_vq.progress import progress_bar, warn
+from transformer_vq.progress import progress_bar
 
 FORMAT = 1  # raised whenever the same material would give other files
 
@@ -131,7 +132,6 @@ def _make(source: Source, dataset: str, folder: Path) -> None:
             raise DataError(f"cannot write the corpus to {folder.parent}: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    warn(f"prepared {dataset} in {folder}")
 
 
 def _write(source: Source, dataset: str, folder: Path) -> None:

@@ -1,42 +1,28 @@
 """Pictures of 64x64 pixels as 12,288 tokens: row by row, red, green and blue of a pixel together.
 
-Downsampled ImageNet in the npz batches it is published in, and folders of any pictures.
+Downsampled ImageNet in the npz batches it is published in.
 """
 
 from __future__ import annotations
 
-import hashlib
-import multiprocessing
-import os
-import signal
-import tempfile
-import threading
-import warnings
 import zipfile
 import zlib
-from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
 from transformer_vq.data.source import DataError, Piece, stat_of
-from transformer_vq.data.text import _hidden, _mixed
-from transformer_vq.progress import progress_bar, warn
+from transformer_vq.progress import warn
 
 SIDE = 64
 N_TOKENS = 3 * SIDE * SIDE
 CHUNK = 256  # pictures read at once from an npz file
 FULL_TRAIN, FULL_TEST = 1_281_167, 50_000  # pictures of the whole ImageNet64
 PAPER_TRAIN = 1_200_000  # the first ones, on which the paper trains; the rest is validation
-HELD_OUT_SHARE = 0.05  # of a folder of pictures, for validation and again for test
-BATCH = 8  # pictures a process is given at once
-FEW = 500  # pictures that are decoded before processes would have started
 _READ_ERRORS = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
@@ -77,7 +63,7 @@ class ImageNet64:
     @classmethod
     def of(cls, root: Path) -> ImageNet64:
         """A folder with `train_data_batch_1.npz` and so on and `val_data.npz`."""
-        _check_folder(root, "the npz files of ImageNet64")
+        check_folder(root, "the npz files of ImageNet64")
         numbered = [(f.stem.rpartition("_")[2], f) for f in root.glob("train_data_batch_*.npz")]
         batches = sorted((int(number), file) for number, file in numbered if number.isdecimal())
         official = root / "val_data.npz"
@@ -105,7 +91,7 @@ class ImageNet64:
         """Colours are tokens as they are."""
 
     def pieces(self, split: str) -> Iterator[Piece]:
-        low, high = _range(split, self.edges, sum(self.counts))
+        low, high = split_range(split, self.edges, sum(self.counts))
         start = 0
         for file, count in zip(self.files, self.counts, strict=True):
             for tokens in _read(file, max(low - start, 0), min(high - start, count)):
@@ -164,153 +150,12 @@ def _read_header(file: IO[bytes], path: Path) -> int:
     return int(shape[0])
 
 
-@dataclass
-class Pictures:
-    """The pictures below a folder, a document each, in an order that mixes them."""
-
-    root: Path
-    files: tuple[Path, ...]
-    vocab_size: int = 256
-    bos: int = 0
-    has_words: bool = False
-    _rows: np.ndarray | None = field(default=None, init=False, repr=False)
-
-    @classmethod
-    def of(cls, root: Path) -> Pictures:
-        """All files whose names end as those of Pillow's formats do; hidden ones are left out."""
-        _check_folder(root, "pictures")
-        endings = _picture_endings()
-        files = [f for f in root.rglob("*") if f.suffix.lower() in endings and f.is_file()]
-        files = _mixed(root, [f for f in files if not _hidden(f.relative_to(root))])
-        _check_enough(len(files), root)
-        return cls(root, tuple(files))
-
-    @property
-    def n_bytes(self) -> int:
-        return N_TOKENS * len(self.files if self._rows is None else self._rows)
-
-    def fingerprint(self) -> list[object]:
-        digest = hashlib.sha256()
-        for file in self.files:
-            digest.update(repr(stat_of(file, self.root)).encode())
-        return [len(self.files), digest.hexdigest()]
-
-    def setup(self, folder: Path) -> None:
-        """Decode all into a nameless file, since only readable pictures count in the split."""
-        n_files, failures = len(self.files), []
-        with (
-            tempfile.TemporaryFile(dir=folder.parent) as rows,
-            closing(_decode_all(self.files)) as decoded,
-            progress_bar("decoding", n_files, "pictures") as advance,
-        ):
-            for file, picture in zip(self.files, decoded, strict=True):
-                if isinstance(picture, str):
-                    failures.append(f"{file.relative_to(self.root)} ({picture})")
-                else:
-                    rows.write(picture.tobytes())
-                advance(1)
-            rows.flush()
-            if len(failures) < n_files:
-                self._rows = np.memmap(rows, np.uint8, "r").reshape(-1, N_TOKENS)
-        if failures:
-            what = f"{len(failures):,} of {n_files:,} pictures below {self.root}"
-            warn(f"{what} cannot be read and are left out, the first is {failures[0]}")
-        _check_enough(n_files - len(failures), self.root)
-
-    def pieces(self, split: str) -> Iterator[Piece]:
-        if self._rows is None:
-            raise RuntimeError("setup() decodes the pictures; call it before pieces()")
-        n = len(self._rows)
-        held_out = max(1, round(n * HELD_OUT_SHARE))
-        low, high = _range(split, (n - 2 * held_out, n - held_out), n)
-        for tokens in self._rows[low:high]:
-            yield Piece(tokens, True, N_TOKENS)
-
-
-def decode(path: Path) -> np.ndarray:
-    """A picture as RGB [64, 64, 3]: the way up it was taken, on white, squashed as ImageNet64 is.
-
-    Note: pictures of a size that Pillow takes for an attack are refused.
-    """
-    from PIL import Image, ImageOps
-
-    with warnings.catch_warnings(action="ignore"), Image.open(path) as opened:
-        picture: Image.Image = ImageOps.exif_transpose(opened)
-        if picture.mode.startswith("I"):  # 16 bits a pixel, which would be cut off at 255
-            picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
-        if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
-            picture = picture.convert("RGBA")
-            white = Image.new("RGBA", picture.size, "white")
-            picture = Image.alpha_composite(white, picture)
-        picture = picture.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BOX)
-        return np.asarray(picture)
-
-
-def _decode_all(files: Sequence[Path]) -> Generator[np.ndarray | str, None, None]:
-    """The pictures in the order of their files, each decoded or the reason why it cannot be."""
-    if len(files) < FEW:
-        yield from map(_decode_or_reason, files)
-        return
-    n_workers = min(os.cpu_count() or 1, 16)
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(n_workers, context, initializer=_begin_process)
-    waiting: deque[Future[list[np.ndarray | str]]] = deque()
-    try:
-        for start in range(0, len(files), BATCH):
-            waiting.append(pool.submit(_decode_batch, files[start : start + BATCH]))
-            if len(waiting) > 4 * n_workers:
-                yield from waiting.popleft().result()
-        while waiting:
-            yield from waiting.popleft().result()
-    except BrokenProcessPool as error:
-        why = "out of memory, or a script without `if __name__ == '__main__':`"
-        raise DataError(f"a process that decodes pictures has died: {why}") from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _begin_process() -> None:
-    """Ctrl-C ends a process without a traceback, and none outlives the one that began it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    parent = multiprocessing.parent_process()
-
-    def follow() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def _decode_batch(files: Sequence[Path]) -> list[np.ndarray | str]:
-    return [_decode_or_reason(file) for file in files]
-
-
-def _decode_or_reason(file: Path) -> np.ndarray | str:
-    try:
-        return decode(file)
-    except Exception as error:  # broken files make Pillow raise errors of almost any kind
-        return str(error) or type(error).__name__
-
-
-def _picture_endings() -> set[str]:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError("pictures need Pillow: pip install 'transformer-vq[image]'") from error
-    return {end for end, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-
-
-def _check_folder(root: Path, of_what: str) -> None:
+def check_folder(root: Path, of_what: str) -> None:
+    """Refuse anything but a folder."""
     if not root.is_dir():
         raise DataError(f"{root} is no folder; data.path must be the folder of {of_what}")
 
 
-def _check_enough(n_pictures: int, root: Path) -> None:
-    if n_pictures < 3:
-        need = "train, validation and test need at least one each"
-        raise DataError(f"readable pictures below {root}: {n_pictures}, but {need}")
-
-
-def _range(split: str, edges: tuple[int, int], total: int) -> tuple[int, int]:
+def split_range(split: str, edges: tuple[int, int], total: int) -> tuple[int, int]:
+    """Where a split begins and ends; `edges`: where validation and test begin."""
     return {"train": (0, edges[0]), "validation": edges, "test": (edges[1], total)}[split]

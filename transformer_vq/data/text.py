@@ -6,6 +6,7 @@ import bz2
 import gzip
 import hashlib
 import lzma
+import os
 import sysconfig
 import zipfile
 import zlib
@@ -21,7 +22,8 @@ from transformer_vq.data.source import DataError, Piece, stat_of
 CHUNK = 1 << 20
 TRAIN_SHARE, VALIDATION_SHARE = 0.90, 0.05
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-_READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zipfile.BadZipFile, zlib.error)
+# RuntimeError: a zip file with a password, or packed in a way that Python does not know
+_READ_ERRORS = (OSError, EOFError, RuntimeError, lzma.LZMAError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def text_files(path: Path) -> list[Path]:
     if not path.is_dir():
         raise DataError(f"{path} does not exist; data.path must be a file or a folder of text")
     files = [f for f in path.rglob("*") if f.is_file()]
-    return _mixed(path, [f for f in files if not _hidden(f.relative_to(path))])
+    return mixed(path, [f for f in files if not hidden(f.relative_to(path))])
 
 
 def python_sources() -> tuple[Path, list[Path]]:
@@ -94,7 +96,17 @@ def python_sources() -> tuple[Path, list[Path]]:
     root = Path(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
     files = [f for f in root.rglob("*.py") if not left_out & set(f.relative_to(root).parts)]
-    return root, _mixed(root, files)
+    return root, mixed(root, files)
+
+
+def mixed(root: Path, files: list[Path]) -> list[Path]:
+    """Ordered by a hash of the name, so that every split gets files of every kind."""
+    return sorted(files, key=lambda f: hashlib.sha256(_name(f.relative_to(root))).digest())
+
+
+def hidden(path: Path) -> bool:
+    """Whether its name, or that of a folder above it, begins with a dot."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def count_words(data: bytes, in_word: bool = False) -> tuple[int, bool]:
@@ -160,12 +172,6 @@ def _unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"cannot read {path}: {why}; it may be incomplete, copy or fetch it again")
 
 
-def _mixed(root: Path, files: list[Path]) -> list[Path]:
-    """Ordered by a hash of the name, so that every split gets files of every kind."""
-    return sorted(
-        files, key=lambda f: hashlib.sha256(f.relative_to(root).as_posix().encode()).digest()
-    )
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _name(path: Path) -> bytes:
+    """The same on every system, for names that are no UTF-8 too."""
+    return os.fsencode(path.as_posix())

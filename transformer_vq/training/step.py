@@ -54,8 +54,7 @@ class Trainer:
         if begins:
             self.carried = [self.model.init_state(n_rows) for _ in range(n_parts)]
         n_targets = max(batch.n_targets, 1)
-        nats = torch.zeros((), device=self.device)
-        commit = torch.zeros((), device=self.device)
+        losses: list[Tensor] = []
         usages: tuple[CodeUsage, ...] | None = None
         self.optimizer.zero_grad(set_to_none=True)
         for i in range(n_parts):
@@ -66,9 +65,9 @@ class Trainer:
                 part_commit = output.commit_loss * (part.n_targets / n_targets)
             (part_nats + self.config.model.commit_coef * part_commit).backward()
             self.carried[i] = output.state.detach()
-            nats += part_nats.detach()
-            commit += part_commit.detach()
+            losses.append(torch.stack([part_nats.detach(), part_commit.detach()]))
             usages = _add(usages, output.code_usage)
+        nats, commit = torch.stack(losses).sum(0)
         grad_norm = self._clip()
         if not torch.isfinite(nats + commit + grad_norm):
             raise NotFiniteError(f"loss {float(nats)}, gradient norm {float(grad_norm)}")

@@ -1,0 +1,50 @@
+"""Progress: lines where there is no terminal, numbers one can read."""
+
+import pytest
+
+from transformer_vq import progress
+from transformer_vq.progress import duration, progress_bar, short
+
+
+def test_lines_come_now_and_then(monkeypatch, capsys):
+    clock = iter(range(0, 1000, 20))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with progress_bar("reading", 100, "B") as advance:
+        for _ in range(4):
+            advance(10, note="fine")
+    lines = capsys.readouterr().err.splitlines()
+    # 20 s apart, at least 30 s between two lines: the second and the fourth call are told.
+    assert lines == [
+        "reading: 20/100 B, 0.5 B/s, 0:02:40 left, fine",
+        "reading: 40/100 B, 0.5 B/s, 0:02:00 left, fine",
+    ]
+
+
+def test_what_was_done_before_does_not_count_for_the_rate(monkeypatch, capsys):
+    clock = iter([0, 40])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with progress_bar("run", 1000, "updates", done=900) as advance:
+        advance(40)
+    assert capsys.readouterr().err == "run: 940/1000 updates, 1 updates/s, 0:01:00 left\n"
+
+
+def test_a_terminal_gets_a_bar(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress_bar("reading", 100, "B") as advance:
+        advance(100, note="all of it")
+    err = capsys.readouterr().err
+    assert "reading" in err
+    assert "100/100 B" in err
+    assert "all of it" in err
+
+
+@pytest.mark.parametrize(
+    ("n", "text"),
+    [(0, "0"), (7, "7"), (0.25, "0.2"), (999, "999"), (12_345, "12.3k"), (4_560_000, "4.6M")],
+)
+def test_short_numbers(n, text):
+    assert short(n) == text
+
+
+def test_durations():
+    assert duration(3723.4) == "1:02:03"

@@ -1,0 +1,185 @@
+"""One update: accumulation, clipping, codebooks, carried state."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, tiny_run
+
+from transformer_vq import TransformerVQ
+from transformer_vq.data.batches import Batch, TrainingBatches
+from transformer_vq.data.corpora import prepare
+from transformer_vq.nn.quantizer import NotFiniteError
+from transformer_vq.training.optim import learning_rate, make_optimizer
+from transformer_vq.training.step import Trainer
+
+CPU = torch.device("cpu")
+NO_DROPOUT = {"p_dropsin": 0.0, "p_dropres": 0.0, "p_droplyr": 0.0, "revive_below": 0.0}
+
+
+def make(tmp_path, dtype=torch.float64, **changes):
+    config = tiny_run(tmp_path, **changes)
+    torch.manual_seed(1)
+    model = TransformerVQ(config.model).to(dtype)
+    corpus = prepare(config.data)
+    train = config.train
+    batches = TrainingBatches(
+        corpus.split("train"), train.batch_size, train.seq_len, train.backprop_len
+    )
+    return Trainer(model, config, CPU), batches
+
+
+def run(trainer, batches, n):
+    return [trainer.update(batches[u], u, batches.begins(u)) for u in range(n)]
+
+
+def test_an_update_is_the_step_written_out_by_hand(tmp_path):
+    trainer, batches = make(tmp_path, model=NO_DROPOUT, optim={"grad_clip": 0.05, "warmup": 0})
+    config = trainer.config
+    torch.manual_seed(1)
+    model = TransformerVQ(config.model).double()
+    optimizer = make_optimizer(model, config.optim)
+    batch = batches[0]
+    output = model(batch.tokens, document_ids=batch.document_ids)
+    nats = F.cross_entropy(output.logits.flatten(0, 1), batch.targets.flatten())
+    (nats + config.model.commit_coef * output.commit_loss).backward()
+    norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+    assert norm > config.optim.grad_clip
+    for p in model.parameters():
+        p.grad *= config.optim.grad_clip / (norm + 1e-6)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(config.optim, 0, config.train.steps)
+    optimizer.step()
+    model.update_codebooks(output.code_usage)
+
+    update = trainer.update(batch, 0, begins=True)
+    assert update.nats_per_token == pytest.approx(float(nats.detach()), rel=1e-6)
+    assert update.grad_norm == pytest.approx(float(norm), rel=1e-9)
+    for (name, got), want in zip(
+        trainer.model.state_dict().items(), model.state_dict().values(), strict=True
+    ):
+        if got.is_floating_point():
+            assert_close(name, got, want, 1e-9)
+
+
+@pytest.mark.parametrize("attention", ["vq", "full"])
+def test_micro_batches_add_up_to_the_whole_batch(tmp_path, attention):
+    changed = NO_DROPOUT | {"attention": attention}
+    whole, batches = make(tmp_path, model=changed)
+    parts, _ = make(tmp_path, model=changed, train={"accumulate": 4})
+    for a, b in zip(run(whole, batches, 5), run(parts, batches, 5), strict=True):
+        assert a.nats_per_token == pytest.approx(b.nats_per_token, rel=1e-6)
+        assert a.commit_loss == pytest.approx(b.commit_loss, rel=1e-6)
+        assert a.tokens == b.tokens
+    for name, x in whole.model.state_dict().items():
+        if x.is_floating_point():
+            assert_close(name, parts.model.state_dict()[name], x, 1e-8)
+
+
+def test_micro_batches_weigh_by_their_valid_targets(tmp_path):
+    whole, batches = make(tmp_path, model=NO_DROPOUT)
+    parts, _ = make(tmp_path, model=NO_DROPOUT, train={"accumulate": 2})
+    batch = batches[0]
+    valid = torch.ones_like(batch.tokens, dtype=torch.bool)
+    valid[0, 3:] = False
+    valid[3, 1:] = False
+    batch = replace(batch, valid=valid)
+    a, b = whole.update(batch, 0, begins=True), parts.update(batch, 0, begins=True)
+    assert a.tokens == b.tokens == int(valid.sum())
+    assert a.nats_per_token == pytest.approx(b.nats_per_token, rel=1e-9)
+    assert a.commit_loss == pytest.approx(b.commit_loss, rel=1e-6)
+    for (name, p), q in zip(whole.model.named_parameters(), parts.model.parameters(), strict=True):
+        assert_close(name, q.grad, p.grad, 1e-8)
+
+
+def test_the_state_is_carried_within_a_sequence_and_fresh_at_its_start(tmp_path):
+    trainer, batches = make(tmp_path, model=NO_DROPOUT)
+    positions = []
+    for u in range(4):
+        trainer.update(batches[u], u, batches.begins(u))
+        states = trainer.carried[0]
+        positions.append(int(states.position.max()))
+        assert not any(layer.v.requires_grad for layer in states.layers)
+    assert [batches.begins(u) for u in range(4)] == [True, False, False, True]
+    assert positions[0] == 16
+    assert positions[2] > 16
+    assert positions[3] == 16
+
+
+def test_masks_of_a_sequence_last_for_all_its_windows(tmp_path):
+    trainer, batches = make(
+        tmp_path, model={"p_dropsin": 0.4, "p_droplyr": 0.5}, train={"batch_size": 8}
+    )
+    kept, masks = [], []
+    for u in range(4):
+        trainer.update(batches[u], u, batches.begins(u))
+        kept.append(trainer.carried[0].branch_keep)
+        masks.append(trainer.carried[0].layers[0].sinusoid_mask)
+    assert torch.equal(kept[0], kept[1])
+    assert torch.equal(masks[0], masks[2])
+    assert not torch.equal(kept[2], kept[3])
+    assert not torch.equal(masks[2], masks[3])
+
+
+def test_recomputation_changes_nothing(tmp_path):
+    plain, batches = make(tmp_path, torch.float32)
+    again, _ = make(tmp_path, torch.float32, train={"recompute": True})
+    torch.manual_seed(5)
+    a = run(plain, batches, 4)
+    torch.manual_seed(5)
+    b = run(again, batches, 4)
+    assert [u.nats_per_token for u in a] == [u.nats_per_token for u in b]
+
+
+def test_bf16_stays_near_fp32(tmp_path):
+    exact, batches = make(tmp_path, torch.float32, model=NO_DROPOUT)
+    rough, _ = make(tmp_path, torch.float32, model=NO_DROPOUT, train={"precision": "bf16"})
+    for a, b in zip(run(exact, batches, 4), run(rough, batches, 4), strict=True):
+        assert a.nats_per_token == pytest.approx(b.nats_per_token, rel=2e-2)
+        assert a.nats_per_token != b.nats_per_token
+    assert all(p.dtype == torch.float32 for p in rough.model.parameters())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
+def test_tensors_bring_everything_back(tmp_path, optimizer):
+    trainer, batches = make(tmp_path, torch.float32, optim={"optimizer": optimizer})
+    run(trainer, batches, 4)
+    saved = {name: x.clone() for name, x in trainer.tensors().items()}
+    weights = {name: x.clone() for name, x in trainer.model.state_dict().items()}
+    want = [trainer.update(batches[u], u, batches.begins(u)) for u in range(4, 7)]
+
+    model = TransformerVQ(trainer.config.model)
+    model.load_state_dict(weights)
+    other = Trainer(model, trainer.config, CPU)
+    other.load_tensors(saved)
+    got = [other.update(batches[u], u, batches.begins(u)) for u in range(4, 7)]
+    assert [u.nats_per_token for u in got] == [u.nats_per_token for u in want]
+    assert [u.grad_norm for u in got] == [u.grad_norm for u in want]
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(tmp_path):
+    trainer, batches = make(tmp_path, torch.float32)
+    with torch.no_grad():
+        trainer.model.head.bias[0] = float("nan")
+    before = {name: x.clone() for name, x in trainer.model.state_dict().items()}
+    with pytest.raises(NotFiniteError):
+        trainer.update(batches[0], 0, begins=True)
+    for name, x in trainer.model.state_dict().items():
+        assert torch.equal(x.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
+
+
+def test_it_learns_a_sentence_by_heart(tmp_path):
+    trainer, _ = make(
+        tmp_path,
+        torch.float32,
+        model=NO_DROPOUT,
+        optim={"lr": 1e-2, "warmup": 0},
+        train={"steps": 150, "batch_size": 1},
+    )
+    text = torch.tensor(list(b"linear time, dense softmax, exactly so."))
+    tokens = torch.cat([torch.zeros(1, dtype=torch.int64), text[:-1]])
+    positions = torch.arange(len(text))
+    batch = Batch(tokens[None], text[None], positions[None])
+    losses = [trainer.update(batch, u, begins=True).nats_per_token for u in range(150)]
+    assert losses[-1] < 0.05 < 3 < losses[0]

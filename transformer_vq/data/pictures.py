@@ -1,0 +1,138 @@
+"""Folders of any pictures: each is squashed to 64x64 pixels, its tokens in ImageNet64's order."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from transformer_vq.data.images import N_TOKENS, SIDE, check_folder, split_range
+from transformer_vq.data.source import DataError, Piece, stat_of
+from transformer_vq.data.text import hidden, mixed
+from transformer_vq.progress import progress_bar, warn
+
+HELD_OUT_SHARE = 0.05  # of all pictures, for validation and again for test
+CHUNK = 1024  # pictures that threads are given at once; what is decoded waits in memory
+N_THREADS = min(os.cpu_count() or 1, 16)
+
+
+@dataclass
+class Pictures:
+    """The pictures below a folder, a document each, in an order that mixes them."""
+
+    root: Path
+    files: tuple[Path, ...]
+    vocab_size: int = 256
+    bos: int = 0
+    has_words: bool = False
+    _rows: np.ndarray | None = field(default=None, init=False, repr=False)
+
+    @classmethod
+    def of(cls, root: Path) -> Pictures:
+        """All files whose names end as those of Pillow's formats do; hidden ones are left out."""
+        check_folder(root, "pictures")
+        endings = _picture_endings()
+        files = [f for f in root.rglob("*") if f.suffix.lower() in endings and f.is_file()]
+        files = mixed(root, [f for f in files if not hidden(f.relative_to(root))])
+        _check_enough(len(files), root)
+        return cls(root, tuple(files))
+
+    @property
+    def n_bytes(self) -> int:
+        return N_TOKENS * len(self.files if self._rows is None else self._rows)
+
+    def fingerprint(self) -> list[object]:
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(repr(stat_of(file, self.root)).encode())
+        return [len(self.files), digest.hexdigest()]
+
+    def setup(self, folder: Path) -> None:
+        """Decode all into a nameless file, since only readable pictures count in the split."""
+        n_files, failures = len(self.files), []
+        with (
+            tempfile.TemporaryFile(dir=folder.parent) as rows,
+            warnings.catch_warnings(action="ignore"),  # Pillow has much to say about odd files
+            closing(_decode_all(self.files)) as decoded,
+            progress_bar("decoding", n_files, "pictures") as advance,
+        ):
+            for file, picture in zip(self.files, decoded, strict=True):
+                if isinstance(picture, str):
+                    failures.append(f"{file.relative_to(self.root)} ({picture})")
+                else:
+                    rows.write(picture.tobytes())
+                advance(1)
+            rows.flush()
+            if len(failures) < n_files:
+                self._rows = np.memmap(rows, np.uint8, "r").reshape(-1, N_TOKENS)
+        if failures:
+            what = f"{len(failures):,} of {n_files:,} pictures below {self.root}"
+            warn(f"{what} cannot be read and are left out, the first is {failures[0]}")
+        _check_enough(n_files - len(failures), self.root)
+
+    def pieces(self, split: str) -> Iterator[Piece]:
+        if self._rows is None:
+            raise RuntimeError("setup() decodes the pictures; call it before pieces()")
+        n = len(self._rows)
+        held_out = max(1, round(n * HELD_OUT_SHARE))
+        low, high = split_range(split, (n - 2 * held_out, n - held_out), n)
+        for tokens in self._rows[low:high]:
+            yield Piece(tokens, True, N_TOKENS)
+
+
+def decode(path: Path) -> np.ndarray:
+    """A picture as RGB [64, 64, 3]: the way up it was taken, on white, squashed as ImageNet64 is.
+
+    Note: pictures of a size that Pillow takes for an attack are refused.
+    """
+    from PIL import Image, ImageOps
+
+    with Image.open(path) as opened:
+        picture: Image.Image = ImageOps.exif_transpose(opened)
+        if picture.mode.startswith("I"):  # 16 bits a pixel, which would be cut off at 255
+            picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
+        if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
+            picture = picture.convert("RGBA")
+            white = Image.new("RGBA", picture.size, "white")
+            picture = Image.alpha_composite(white, picture)
+        picture = picture.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BOX)
+        return np.asarray(picture)
+
+
+def _decode_all(files: Sequence[Path]) -> Generator[np.ndarray | str, None, None]:
+    """The pictures in the order of their files, each decoded or the reason why it cannot be.
+
+    Threads are enough: Pillow leaves the interpreter to others while it decodes and resizes.
+    """
+    with ThreadPoolExecutor(N_THREADS) as pool:
+        for start in range(0, len(files), CHUNK):
+            yield from pool.map(_decode_or_reason, files[start : start + CHUNK])
+
+
+def _decode_or_reason(file: Path) -> np.ndarray | str:
+    try:
+        return decode(file)
+    except Exception as error:  # broken files make Pillow raise errors of almost any kind
+        return str(error) or type(error).__name__
+
+
+def _picture_endings() -> set[str]:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError("pictures need Pillow: pip install 'transformer-vq[image]'") from error
+    return {end for end, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+
+
+def _check_enough(n_pictures: int, root: Path) -> None:
+    if n_pictures < 3:
+        need = "train, validation and test need at least one each"
+        raise DataError(f"readable pictures below {root}: {n_pictures}, but {need}")

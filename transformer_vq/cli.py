@@ -105,7 +105,7 @@ class Prepare:
     tokenizer: str | None = None
     """An existing SentencePiece .model for books."""
     vocab_size: int | None = None
-    """Size of the vocabulary to be learned for books; 32,000 by default."""
+    """Size of the vocabulary to be learned for books; by default 32,000."""
     cache: str = DataConfig.cache
     """Folder in which corpora and downloads are kept."""
     json: Json = False
@@ -167,8 +167,7 @@ def prepare_(arguments: list[str]) -> None:
     data = DataConfig(command.dataset, command.path, command.tokenizer, command.cache)
     if command.dataset == "enwik8" and command.path is None:
         download(Path(command.cache).expanduser())
-    vocab_size = 32_000 if command.dataset == "pg19" else 256
-    corpus = prepare(data, command.vocab_size or vocab_size)
+    corpus = prepare(data, command.vocab_size)
     print(corpus_table(corpus))
     _print_json(corpus_facts(corpus), command.json)
 

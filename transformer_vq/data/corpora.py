@@ -27,6 +27,7 @@ from transformer_vq.data.text import ByteFiles, python_sources, text_files
 from transformer_vq.data.tokenizer import Tokenizer, load_tokenizer
 from transformer_vq.progress import progress_bar
 
+LEARNED_VOCABULARY = 32_000
 FORMAT = 1  # raised whenever the same material would give other files
 
 
@@ -82,19 +83,20 @@ class Corpus:
         return load_tokenizer(self.folder)
 
 
-def prepare(config: DataConfig, vocab_size: int = 256) -> Corpus:
+def prepare(config: DataConfig, vocab_size: int | None = None) -> Corpus:
     """The corpus that `config` names, made if it is not there yet or its material has changed.
 
-    vocab_size: what the model expects; also the size of a vocabulary that has to be learned.
+    vocab_size: what the model expects, and how large a vocabulary that has to be learned becomes;
+    None takes what the material has, and learns one of 32,000.
     Raises DataError, in one line, for material that is missing, unreadable, empty or unfit.
     """
-    source = find_source(config, vocab_size)
-    if source.vocab_size != vocab_size:
+    source = find_source(config, vocab_size or LEARNED_VOCABULARY)
+    if vocab_size not in (None, source.vocab_size):
         raise DataError(
             f"{config.dataset} has a vocabulary of {source.vocab_size:,} tokens, the model one of "
             f"{vocab_size:,}; set model.vocab_size to {source.vocab_size}"
         )
-    made_from = json.dumps([FORMAT, config.dataset, vocab_size, source.fingerprint()])
+    made_from = json.dumps([FORMAT, config.dataset, source.vocab_size, source.fingerprint()])
     digest = hashlib.sha256(made_from.encode()).hexdigest()[:16]
     folder = Path(config.cache).expanduser() / f"{config.dataset}-{digest}"
     if not (folder / "meta.json").is_file():

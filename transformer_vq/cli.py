@@ -87,6 +87,9 @@ class Eval:
     """Contexts worked on at a time; the result does not depend on it."""
     max_tokens: int | None = None
     """Score only the start of the split."""
+    out: Path | None = None
+    """JSON file for the results; by default RUN/evaluation-SPLIT.json if the run's own data were
+    scored whole, else none."""
     precision: Literal["fp32", "bf16"] = "fp32"
     device: str = "auto"
     json: Json = False
@@ -158,7 +161,11 @@ def eval_(arguments: list[str]) -> None:
         device=find_device(command.device),
     )
     print(evaluation_table(facts, results))
-    write_json(run / f"evaluation-{command.split}.json", facts)
+    out = command.out
+    if out is None and command.data == config.data and command.max_tokens is None:
+        out = run / f"evaluation-{command.split}.json"
+    if out is not None:
+        write_json(out, facts)
     _print_json(facts, command.json)
 
 
@@ -214,12 +221,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         COMMANDS[name][0](rest)
     except TrainingError as error:
         _fail(str(error), 1)
-    except (ValueError, FileNotFoundError, PermissionError) as error:
+    except BrokenPipeError:
+        sys.exit(0)  # the reader of the output has gone, as `head` does
+    except (ValueError, OSError) as error:
         _fail(str(error), 2)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
-    except BrokenPipeError:
-        sys.exit(0)  # the reader of the output has gone, as `head` does
 
 
 def _fail(message: str, status: int) -> None:

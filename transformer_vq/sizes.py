@@ -28,11 +28,11 @@ class Sizes:
     weight_bytes: int
     optimizer_bytes: int
     activation_bytes: int
-    """Estimate for one micro-batch."""
+    """Estimate for one micro-batch, states included."""
 
     @property
     def train_bytes(self) -> int:
-        """Weights, gradients, optimizer and activations together."""
+        """Weights with gradients, codebooks with code usage, optimizer and activations."""
         return 2 * self.weight_bytes + self.optimizer_bytes + self.activation_bytes
 
 
@@ -131,10 +131,10 @@ def _activation_bytes(config: RunConfig, n_segments: int) -> int:
     state_before = _state_bytes(model, train.seq_len - train.backprop_len, wide)
     state_after = _state_bytes(model, train.seq_len, wide)
 
-    # Numbers per token that an attention branch keeps, scores aside: its input before and after
-    # the norm, queries for content and position, the output, with a gate also before it and the
-    # gate itself; keys and values as projected, for VQ also quantized and as the previous block.
-    kept = 2 * model.d_model + heads * (4 * model.d_k + d_v)
+    # Numbers per token that an attention branch keeps of queries for content and for position, of
+    # the output, with a gate also before it and the gate itself, and of keys and values as
+    # projected, for VQ also quantized and as the previous block.
+    kept = heads * (4 * model.d_k + d_v)
     if model.head_type == "shga":
         kept += 3 * d_v
     if model.attention == "full":
@@ -148,9 +148,10 @@ def _activation_bytes(config: RunConfig, n_segments: int) -> int:
             kept += kv_heads * model.n_code * d_v // model.block_len  # the cache before each block
     # The softmax is float32; products take it in their own type, those of VQ by key head.
     copied = wide < FLOAT or (model.attention == "vq" and heads > kv_heads)
-    attention = wide * kept + (FLOAT + copied * wide) * scores
-    feed_forward = wide * 2 * (model.d_model + d_ff) if d_ff else 0
-    gradients = wide * 2 * (scores + heads * d_v)
+    norm = 2 * FLOAT * model.d_model  # the input before and after it
+    attention = norm + wide * kept + (FLOAT + copied * wide) * scores
+    feed_forward = norm + wide * 2 * d_ff if d_ff else 0
+    gradients = FLOAT * 2 * (scores + heads * d_v)
 
     tokens = n_rows * train.backprop_len
     logits = 3 * FLOAT * model.vocab_size

@@ -5,12 +5,15 @@ import math
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import types
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -275,6 +278,55 @@ def test_changed_data_are_noticed(tmp_path):
     (Path(config.data.path) / "0.txt").write_text("other words " * 200)
     with pytest.raises(CheckpointError, match=r"data of .* have changed"):
         resume(tmp_path / "run")
+
+
+def test_data_that_were_only_copied_have_not_changed(tmp_path, monkeypatch):
+    config = tiny_run(tmp_path)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 4)
+        train(config, tmp_path / "run")
+    shutil.copytree(config.data.path, tmp_path / "copy", copy_function=shutil.copyfile)
+    moved = replace(config, data=replace(config.data, path=str(tmp_path / "copy")))
+    assert resume(tmp_path / "run", moved).finished
+
+
+def test_a_run_can_be_resumed_from_another_folder(tmp_path, monkeypatch):
+    config = tiny_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    relative = replace(config, data=replace(config.data, path="text"))
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 4)
+        train(relative, Path("run"))
+    monkeypatch.chdir("/")
+    assert resume(tmp_path / "run").finished
+
+
+def test_a_logger_that_is_not_installed_is_said_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match="pip install wandb"):
+        train(tiny_run(tmp_path, train={"wandb": "project"}), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_and_biases_get_the_same_numbers(tmp_path, monkeypatch):
+    class Fake(types.ModuleType):
+        rows: ClassVar[list] = []
+
+        def init(self, **options):
+            assert options["project"] == "mine"
+            return self
+
+        def log(self, row, step):
+            self.rows.append((step, row))
+
+        def finish(self):
+            self.rows.append("finished")
+
+    monkeypatch.setitem(sys.modules, "wandb", Fake("wandb"))
+    train(tiny_run(tmp_path, train={"steps": 2, "wandb": "mine"}), tmp_path / "run")
+    logged = [row["train/nats_per_token"] for _, row in Fake.rows[:2]]
+    assert logged == [loss for kind, _, loss in losses(tmp_path / "run") if kind == "train"]
+    assert Fake.rows[-1] == "finished"
 
 
 def test_one_process_at_a_time(tmp_path):

@@ -7,9 +7,12 @@ from collections.abc import Callable
 
 
 def run_main(main: Callable[[], None]) -> None:
-    """Run a command; Ctrl-C ends it with one line instead of a traceback."""
+    """Run a command; a mistake or Ctrl-C ends it with one line instead of a traceback."""
     try:
         main()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -31,7 +31,7 @@ def plot_path(path: Path, out: Path | None = None) -> list[Path]:
     """
     if path.is_file():
         out = out or path.with_suffix(".png")
-        plot_scaling(json.loads(path.read_text()), out)
+        plot_record(_read(path), out)
         return [out]
     rows = read_metrics(path)
     if not rows:
@@ -43,6 +43,26 @@ def plot_path(path: Path, out: Path | None = None) -> list[Path]:
         plot_positions(json.loads(evaluation.read_text()), evaluation.with_suffix(".png"))
         written.append(evaluation.with_suffix(".png"))
     return written
+
+
+def plot_record(result: dict[str, Any], path: Path) -> None:
+    """The figure of a file that a benchmark wrote."""
+    if "runs" in result:
+        plot_curves({name: run["curve"] for name, run in result["runs"].items()}, path)
+    elif "rows" in result:
+        plot_scaling(result, path)
+    else:
+        plot_positions(result, path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        result = None
+    if not isinstance(result, dict) or not result.keys() & {"runs", "rows", "protocols"}:
+        raise ValueError(f"{path} holds no measurements; give a JSON file from benchmarks/")
+    return result
 
 
 def plot_curves(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
@@ -154,7 +174,7 @@ def plot_scaling(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     if len(sys.argv) != 3:
         raise SystemExit("usage: python -m transformer_vq.bench.plots RESULT.json FIGURE.png")
-    plot_scaling(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    plot_record(_read(Path(sys.argv[1])), Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

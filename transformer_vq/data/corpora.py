@@ -62,6 +62,8 @@ class Corpus:
     dataset: str
     vocab_size: int
     bos: int
+    sha256: str
+    """Of all tokens and starts: says whether two corpora are the same."""
     sizes: dict[str, SplitSize]
 
     @classmethod
@@ -137,7 +139,7 @@ def _make(source: Source, dataset: str, folder: Path) -> None:
 
 
 def _write(source: Source, dataset: str, folder: Path) -> None:
-    splits = {}
+    splits, digest, dtype = {}, hashlib.sha256(), _dtype(source.vocab_size)
     with progress_bar(f"preparing {dataset}", source.n_bytes, "B") as advance:
         for name in SPLITS:
             starts, n_tokens, n_bytes, n_words = [], 0, 0, 0
@@ -145,7 +147,9 @@ def _write(source: Source, dataset: str, folder: Path) -> None:
                 for piece in source.pieces(name):
                     if piece.begins:
                         starts.append(n_tokens)
-                    file.write(piece.tokens.astype(_dtype(source.vocab_size)).tobytes())
+                    data = piece.tokens.astype(dtype).tobytes()
+                    file.write(data)
+                    digest.update(data)
                     n_tokens += len(piece.tokens)
                     n_bytes += piece.n_bytes
                     n_words += piece.n_words
@@ -155,11 +159,18 @@ def _write(source: Source, dataset: str, folder: Path) -> None:
                     f"the {name} split of {dataset} would be empty: {source.n_bytes:,} bytes are "
                     "too few to be divided into train, validation and test"
                 )
+            digest.update(np.array(starts, dtype=np.int64).tobytes())
             np.save(folder / f"{name}.starts.npy", np.array(starts, dtype=np.int64))
             words = n_words if source.has_words else None
             splits[name] = asdict(SplitSize(n_tokens, len(starts), n_bytes, words))
-    meta = {"dataset": dataset, "vocab_size": source.vocab_size, "bos": source.bos}
-    (folder / "meta.json").write_text(json.dumps(meta | {"splits": splits}, indent=1) + "\n")
+    meta = {
+        "dataset": dataset,
+        "vocab_size": source.vocab_size,
+        "bos": source.bos,
+        "sha256": digest.hexdigest(),
+        "splits": splits,
+    }
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
 
 
 def _dtype(vocab_size: int) -> type[np.unsignedinteger]:

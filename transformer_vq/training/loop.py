@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,12 +24,12 @@ from transformer_vq.checkpoint import (
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpora import Corpus, prepare
-from transformer_vq.evaluate import Evaluation, evaluate
+from transformer_vq.evaluate import evaluate
 from transformer_vq.nn.device import find_device
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import NotFiniteError
 from transformer_vq.progress import progress_bar, warn
-from transformer_vq.training.metrics import MetricsLog, metrics_log, rewind
+from transformer_vq.training.metrics import MetricsLog, check_loggers, metrics_log, rewind
 from transformer_vq.training.signals import StopRequest
 from transformer_vq.training.step import Trainer, Update
 
@@ -54,8 +54,6 @@ class Result:
     finished: bool
     stopped_by: int | None
     """The signal that ended it, if one did."""
-    best: Evaluation | None
-    """The best validation of this sitting."""
     best_loss: float
     """Lowest validation loss of the whole run, in nats per token."""
 
@@ -66,11 +64,12 @@ def train(config: RunConfig, run: Path) -> Result:
         raise CheckpointError(f"{run} already holds a run; go on with `tvq resume {run}`")
     if run.exists() and not run.is_dir():
         raise CheckpointError(f"{run} is a file; give the name of a new folder")
+    config = _with_absolute_paths(config)
+    check_loggers(config)
     device = find_device(config.train.device)
     corpus = prepare(config.data, config.model.vocab_size)
     batches = _batches(config, corpus)
-    torch.manual_seed(config.train.seed)
-    trainer = Trainer(_first_model(config), config, device)
+    trainer = _first_trainer(config, device)
     run.mkdir(parents=True, exist_ok=True)
     with locked(run):
         write_json(run / "config.json", config.to_dict())
@@ -87,6 +86,7 @@ def resume(run: Path, config: RunConfig | None = None) -> Result:
     stored = read_config(run)
     config = stored if config is None else config
     _check_same(stored, config, run)
+    check_loggers(config)
     device = find_device(config.train.device)
     corpus = prepare(config.data, config.model.vocab_size)
     batches = _batches(config, corpus)
@@ -94,12 +94,11 @@ def resume(run: Path, config: RunConfig | None = None) -> Result:
         checkpoint = newest_checkpoint(run)
         if checkpoint is None:
             warn(f"{run} has no checkpoint yet: starting from the beginning")
-            torch.manual_seed(config.train.seed)
-            trainer = Trainer(_first_model(config), config, device)
+            trainer = _first_trainer(config, device)
             sitting = _Sitting(run, config, corpus, batches, trainer)
         else:
             _check_same(RunConfig.from_dict(checkpoint.facts["config"]), config, run)
-            if checkpoint.facts["corpus"] != corpus.folder.name:
+            if checkpoint.facts["corpus"] != corpus.sha256:
                 raise CheckpointError(
                     f"the data of {run} have changed since it began; bring back the old ones"
                 )
@@ -108,9 +107,8 @@ def resume(run: Path, config: RunConfig | None = None) -> Result:
             sitting = _Sitting(run, config, corpus, batches, trainer)
             sitting.step = sitting.saved_at = checkpoint.step
             sitting.validated_at = checkpoint.facts["validated_at"]
-            sitting.best_loss = checkpoint.facts["best_loss"]
-            if sitting.best_loss is None:
-                sitting.best_loss = math.inf
+            best_loss = checkpoint.facts["best_loss"]
+            sitting.best_loss = math.inf if best_loss is None else best_loss
         rewind(run, sitting.step, sitting.validated_at)
         write_json(run / "config.json", config.to_dict())
         return sitting.go()
@@ -134,13 +132,12 @@ class _Sitting:
         self.trainer = trainer
         self.step = self.saved_at = self.validated_at = 0
         self.best_loss = math.inf
-        self.best: Evaluation | None = None
 
     def go(self) -> Result:
         train = self.config.train
         with (
             StopRequest() as stop,
-            metrics_log(self.run, self.config) as log,
+            metrics_log(self.run, self.config, self.step) as log,
             progress_bar(self.run.name, train.steps, "updates", self.step) as advance,
         ):
             # One lap more than there are updates, so that the last one is validated and saved too.
@@ -156,7 +153,7 @@ class _Sitting:
                     break
                 advance(1, note=self._update(log))
         finished = self.step == train.steps
-        return Result(self.run, self.step, finished, stop.signal, self.best, self.best_loss)
+        return Result(self.run, self.step, finished, stop.signal, self.best_loss)
 
     def _update(self, log: MetricsLog) -> str:
         """One update; what is to stand beside the progress bar."""
@@ -218,7 +215,7 @@ class _Sitting:
         )
         warn(f"step {self.step}: validation {result.bits_per_byte:.4f} bits/byte")
         if result.nats_per_token < self.best_loss:
-            self.best_loss, self.best = result.nats_per_token, result
+            self.best_loss = result.nats_per_token
             folder = self.run / "best"
             try:
                 folder.mkdir(exist_ok=True)
@@ -230,7 +227,7 @@ class _Sitting:
         """Write a checkpoint. If that fails, training goes on unless this was the last chance."""
         facts = {
             "config": self.config.to_dict(),
-            "corpus": self.corpus.folder.name,
+            "corpus": self.corpus.sha256,
             "validated_at": self.validated_at,
             "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
         }
@@ -264,6 +261,12 @@ class _Sitting:
         return size.tokens / size.bytes / math.log(2)
 
 
+def _first_trainer(config: RunConfig, device: torch.device) -> Trainer:
+    """The beginning of a run: everything random follows from its seed."""
+    torch.manual_seed(config.train.seed)
+    return Trainer(_first_model(config), config, device)
+
+
 def _first_model(config: RunConfig) -> TransformerVQ:
     """Fresh weights, or those of the run or file that `train.init_from` names."""
     if config.train.init_from is None:
@@ -274,6 +277,19 @@ def _first_model(config: RunConfig) -> TransformerVQ:
         fields = ", ".join(config.differences(other))
         raise CheckpointError(f"{config.train.init_from} is another model: {fields} differ")
     return model
+
+
+def _with_absolute_paths(config: RunConfig) -> RunConfig:
+    """So that a run can be resumed from anywhere."""
+
+    def absolute(path: str | None) -> str | None:
+        return None if path is None else str(Path(path).expanduser().absolute())
+
+    data = replace(
+        config.data, path=absolute(config.data.path), tokenizer=absolute(config.data.tokenizer)
+    )
+    init_from = absolute(config.train.init_from)
+    return replace(config, data=data, train=replace(config.train, init_from=init_from))
 
 
 def _batches(config: RunConfig, corpus: Corpus) -> TrainingBatches:

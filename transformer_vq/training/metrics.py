@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,11 +40,22 @@ def rewind(run: Path, step: int, validated_at: int) -> None:
 class MetricsLog:
     """Rows with a kind (train, validation) and a step."""
 
-    def __init__(self, run: Path, config: RunConfig) -> None:
+    def __init__(self, run: Path, config: RunConfig, step: int) -> None:
         self._path = run / NAME
         self._failed = False
-        self._tensorboard = _tensorboard(run) if config.train.tensorboard else None
-        self._wandb = _wandb(run, config) if config.train.wandb else None
+        self._tensorboard = self._wandb = None
+        if config.train.tensorboard:
+            folder = str(run / "tensorboard")
+            self._tensorboard = _summary_writer()(folder, purge_step=step + 1)
+        if config.train.wandb is not None:
+            self._wandb = _wandb().init(
+                project=config.train.wandb,
+                name=run.name,
+                id=hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16],
+                resume="allow",
+                dir=str(run),
+                config=config.to_dict(),
+            )
 
     def write(self, kind: str, step: int, **values: float | None) -> None:
         row = {"kind": kind, "step": step, **values}
@@ -69,34 +81,34 @@ class MetricsLog:
 
 
 @contextmanager
-def metrics_log(run: Path, config: RunConfig) -> Iterator[MetricsLog]:
-    log = MetricsLog(run, config)
+def metrics_log(run: Path, config: RunConfig, step: int) -> Iterator[MetricsLog]:
+    """The log of a run that stands at `step`."""
+    log = MetricsLog(run, config, step)
     try:
         yield log
     finally:
         log.close()
 
 
-def _tensorboard(run: Path) -> Any:
+def check_loggers(config: RunConfig) -> None:
+    """Raises ValueError if a package that the config asks for is not there."""
+    if config.train.tensorboard:
+        _summary_writer()
+    if config.train.wandb is not None:
+        _wandb()
+
+
+def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ValueError(
-            "train.tensorboard needs a package: pip install 'transformer-vq[log]'"
-        ) from None
-    return SummaryWriter(str(run / "tensorboard"))
+        raise ValueError("train.tensorboard: pip install 'transformer-vq[log]'") from None
+    return SummaryWriter
 
 
-def _wandb(run: Path, config: RunConfig) -> Any:
+def _wandb() -> Any:
     try:
         import wandb
     except ImportError:
-        raise ValueError("train.wandb needs a package: pip install wandb") from None
-    return wandb.init(
-        project=config.train.wandb,
-        name=run.name,
-        id=run.name,
-        resume="allow",
-        dir=str(run),
-        config=config.to_dict(),
-    )
+        raise ValueError("train.wandb: pip install wandb") from None
+    return wandb

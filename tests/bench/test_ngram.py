@@ -1,0 +1,45 @@
+"""Byte models by counting, against a loop in plain Python."""
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import pytest
+from helpers import tiny_run
+
+from transformer_vq.bench.ngram import bits_per_byte
+from transformer_vq.data.corpora import prepare
+
+
+def by_hand(train, test, order):
+    """Witten-Bell probabilities, one byte at a time."""
+    followed = defaultdict(Counter)
+    padded = b"\0" * order + train
+    for n in range(order + 1):
+        for i in range(order, len(padded)):
+            followed[n, padded[i - n : i]][padded[i]] += 1
+    bits = 0.0
+    padded = b"\0" * order + test
+    for i in range(order, len(padded)):
+        p = 1 / 256
+        for n in range(order + 1):
+            seen = followed[n, padded[i - n : i]]
+            if seen:
+                p = (seen[padded[i]] + len(seen) * p) / (sum(seen.values()) + len(seen))
+        bits -= math.log2(p)
+    return bits / len(test)
+
+
+def test_orders_0_to_2_by_hand(tmp_path):
+    corpus = prepare(tiny_run(tmp_path).data)
+    train, test = (bytes(corpus.split(name).tokens) for name in ("train", "test"))
+    got = bits_per_byte(corpus)
+    for order in (0, 1, 2):
+        assert got[order] == pytest.approx(by_hand(train, test, order), rel=1e-12)
+    assert got[0] > got[1] > got[2] > 0
+
+
+def test_only_bytes_are_counted(tmp_path):
+    corpus = replace(prepare(tiny_run(tmp_path).data), vocab_size=300)
+    with pytest.raises(ValueError, match="not made of bytes"):
+        bits_per_byte(corpus)

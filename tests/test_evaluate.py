@@ -12,7 +12,7 @@ from torch import nn
 from transformer_vq import TransformerVQ
 from transformer_vq.data.corpora import Split, SplitSize
 from transformer_vq.evaluate import evaluate, evaluate_run
-from transformer_vq.training.loop import train
+from transformer_vq.training.runs import train
 
 
 class Uniform(nn.Module):

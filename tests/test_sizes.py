@@ -188,7 +188,7 @@ def test_what_saves_memory_is_seen(attention_type, saving):
 
 
 def test_recomputation_keeps_the_state_before_every_segment(monkeypatch):
-    config = run_of({"recompute": True, "backprop_len": 24}, n_layer=20)
+    config = run_of({"recompute": True, "backprop_len": 24}, n_layer=8)
     whole = sizes(config)
     monkeypatch.setattr(attention, "AUTO_SCORES", 1)
     in_blocks = sizes(config)  # six of them

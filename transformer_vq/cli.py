@@ -29,8 +29,8 @@ from transformer_vq.presets import PRESETS
 from transformer_vq.report import corpus_facts, corpus_table, evaluation_table, sizes_table
 from transformer_vq.sizes import sizes
 from transformer_vq.training.loop import Result, TrainingError
-from transformer_vq.training.loop import resume as resume_run
-from transformer_vq.training.loop import train as train_run
+from transformer_vq.training.runs import resume as resume_run
+from transformer_vq.training.runs import train as train_run
 
 T = TypeVar("T")
 Flat = Annotated[RunConfig, tyro.conf.arg(name="")]

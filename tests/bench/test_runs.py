@@ -8,7 +8,7 @@ from helpers import tiny_run
 from transformer_vq.bench import compare, demo
 from transformer_vq.bench.plots import plot_path, smooth
 from transformer_vq.evaluate import evaluate_run
-from transformer_vq.training.loop import train
+from transformer_vq.training.runs import train
 
 
 def test_the_demo_prints_three_figures_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):

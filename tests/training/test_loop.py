@@ -30,8 +30,9 @@ from transformer_vq.checkpoint import (
     write_json,
 )
 from transformer_vq.training import loop
-from transformer_vq.training.loop import TrainingError, resume, train
+from transformer_vq.training.loop import TrainingError
 from transformer_vq.training.metrics import read_metrics
+from transformer_vq.training.runs import resume, train
 from transformer_vq.training.step import Trainer
 
 
@@ -127,7 +128,7 @@ def test_killed_at_a_random_moment_and_resumed_twice(tmp_path):
     program = (
         "import json, sys; from pathlib import Path; import torch\n"
         "from transformer_vq.config import RunConfig\n"
-        "from transformer_vq.training.loop import resume, train\n"
+        "from transformer_vq.training.runs import resume, train\n"
         "torch.use_deterministic_algorithms(True)\n"
         "run = Path(sys.argv[1])\n"
         "if (run / 'config.json').exists(): resume(run)\n"

@@ -21,7 +21,7 @@ from transformer_vq.data.tokenizer import load_tokenizer
 from transformer_vq.evaluate import evaluate_run
 from transformer_vq.generate import generate
 from transformer_vq.presets import PRESETS
-from transformer_vq.training.loop import resume, train
+from transformer_vq.training.runs import resume, train
 
 PROMPT = "def read_lines(path):\n"
 

@@ -1,1 +1,1 @@
-"""Training: optimizers with the paper's semantics."""
+"""Training: optimizers, updates, runs."""

@@ -1,44 +1,22 @@
-"""A run from its first update to its last, in as many sittings as it takes."""
+"""The loop: update, log, validate, save, until the last update or a request to stop."""
 
 from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from transformer_vq.checkpoint import (
-    MODEL,
-    Checkpoint,
-    CheckpointError,
-    checkpoint_steps,
-    load_model,
-    locked,
-    newest_checkpoint,
-    read_config,
-    save_checkpoint,
-    write_json,
-)
+from transformer_vq.checkpoint import MODEL, Checkpoint, checkpoint_steps, save_checkpoint
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import TrainingBatches
-from transformer_vq.data.corpora import Corpus, prepare
+from transformer_vq.data.corpora import Corpus
 from transformer_vq.evaluate import evaluate
-from transformer_vq.nn.device import find_device
-from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import NotFiniteError
 from transformer_vq.progress import progress_bar, warn
-from transformer_vq.training.metrics import MetricsLog, check_loggers, metrics_log, rewind
+from transformer_vq.training.metrics import MetricsLog, metrics_log
 from transformer_vq.training.signals import StopRequest
 from transformer_vq.training.step import Trainer, Update
-
-# What may change between two sittings of a run, because no update depends on it.
-FREE_FIELDS = {
-    *("data.path", "data.cache", "train.device", "train.recompute", "train.compile"),
-    *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
-    *("train.keep", "train.tensorboard", "train.wandb"),
-}
 
 
 class TrainingError(RuntimeError):
@@ -58,63 +36,7 @@ class Result:
     """Lowest validation loss of the whole run, in nats per token."""
 
 
-def train(config: RunConfig, run: Path) -> Result:
-    """Begin a run in the folder `run`, which must not hold one yet."""
-    if (run / "config.json").exists():
-        raise CheckpointError(f"{run} already holds a run; go on with `tvq resume {run}`")
-    if run.exists() and not run.is_dir():
-        raise CheckpointError(f"{run} is a file; give the name of a new folder")
-    config = _with_absolute_paths(config)
-    check_loggers(config)
-    device = find_device(config.train.device)
-    corpus = prepare(config.data, config.model.vocab_size)
-    batches = _batches(config, corpus)
-    trainer = _first_trainer(config, device)
-    run.mkdir(parents=True, exist_ok=True)
-    with locked(run):
-        write_json(run / "config.json", config.to_dict())
-        corpus.tokenizer().save(run)
-        return _Sitting(run, config, corpus, batches, trainer).go()
-
-
-def resume(run: Path, config: RunConfig | None = None) -> Result:
-    """Go on from the newest checkpoint that can be read, bit for bit as if never interrupted.
-
-    config: the run's own with changes; raises CheckpointError naming those that would make it
-    another run.
-    """
-    stored = read_config(run)
-    config = stored if config is None else config
-    _check_same(stored, config, run)
-    check_loggers(config)
-    device = find_device(config.train.device)
-    corpus = prepare(config.data, config.model.vocab_size)
-    batches = _batches(config, corpus)
-    with locked(run):
-        checkpoint = newest_checkpoint(run)
-        if checkpoint is None:
-            warn(f"{run} has no checkpoint yet: starting from the beginning")
-            trainer = _first_trainer(config, device)
-            sitting = _Sitting(run, config, corpus, batches, trainer)
-        else:
-            _check_same(RunConfig.from_dict(checkpoint.facts["config"]), config, run)
-            if checkpoint.facts["corpus"] != corpus.sha256:
-                raise CheckpointError(
-                    f"the data of {run} have changed since it began; bring back the old ones"
-                )
-            trainer = Trainer(checkpoint.model, config, device)
-            trainer.load_tensors(checkpoint.tensors)
-            sitting = _Sitting(run, config, corpus, batches, trainer)
-            sitting.step = sitting.saved_at = checkpoint.step
-            sitting.validated_at = checkpoint.facts["validated_at"]
-            best_loss = checkpoint.facts["best_loss"]
-            sitting.best_loss = math.inf if best_loss is None else best_loss
-        rewind(run, sitting.step, sitting.validated_at)
-        write_json(run / "config.json", config.to_dict())
-        return sitting.go()
-
-
-class _Sitting:
+class Sitting:
     """One process's share of a run."""
 
     def __init__(
@@ -259,54 +181,6 @@ class _Sitting:
         """Bits per byte for one nat per token, on average over a split."""
         size = self.corpus.sizes[split]
         return size.tokens / size.bytes / math.log(2)
-
-
-def _first_trainer(config: RunConfig, device: torch.device) -> Trainer:
-    """The beginning of a run: everything random follows from its seed."""
-    torch.manual_seed(config.train.seed)
-    return Trainer(_first_model(config), config, device)
-
-
-def _first_model(config: RunConfig) -> TransformerVQ:
-    """Fresh weights, or those of the run or file that `train.init_from` names."""
-    if config.train.init_from is None:
-        return TransformerVQ(config.model)
-    model, _ = load_model(Path(config.train.init_from))
-    if model.config != config.model:
-        other = RunConfig(model.config, config.data, config.optim, config.train)
-        fields = ", ".join(config.differences(other))
-        raise CheckpointError(f"{config.train.init_from} is another model: {fields} differ")
-    return model
-
-
-def _with_absolute_paths(config: RunConfig) -> RunConfig:
-    """So that a run can be resumed from anywhere."""
-
-    def absolute(path: str | None) -> str | None:
-        return None if path is None else str(Path(path).expanduser().absolute())
-
-    data = replace(
-        config.data, path=absolute(config.data.path), tokenizer=absolute(config.data.tokenizer)
-    )
-    init_from = absolute(config.train.init_from)
-    return replace(config, data=data, train=replace(config.train, init_from=init_from))
-
-
-def _batches(config: RunConfig, corpus: Corpus) -> TrainingBatches:
-    train = config.train
-    return TrainingBatches(
-        corpus.split("train"), train.batch_size, train.seq_len, train.backprop_len, train.seed
-    )
-
-
-def _check_same(stored: RunConfig, config: RunConfig, run: Path) -> None:
-    changed = stored.differences(config)
-    named = [f"{k} ({a} -> {b})" for k, (a, b) in changed.items() if k not in FREE_FIELDS]
-    if named:
-        raise CheckpointError(
-            f"{run} was begun with another config: {', '.join(named)}; resume without these "
-            "changes, or begin a new run (train.init_from takes over the weights)"
-        )
 
 
 def _health(update: Update) -> dict[str, float]:

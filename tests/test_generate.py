@@ -1,0 +1,161 @@
+"""Sampling: token by token from a state, the same as the forward pass says all at once."""
+
+import pytest
+import torch
+from helpers import tiny_config
+
+from transformer_vq import TransformerVQ
+from transformer_vq import generate as module
+from transformer_vq.generate import generate, stream
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+@pytest.fixture(params=["shga", "mqa", "mha", "full"])
+def model(request):
+    kind = {"attention": "full"} if request.param == "full" else {"head_type": request.param}
+    return TransformerVQ(tiny_config(**kind)).double().eval()
+
+
+@pytest.fixture
+def vq():
+    return TransformerVQ(tiny_config()).double().eval()
+
+
+def draws(p, n=300, **options):
+    """Which tokens come out for these probabilities, drawn n times."""
+    arguments = {"temperature": 1.0, "top_p": 1.0, "top_k": None} | options
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor(p, dtype=torch.float64).log()
+    return [int(module._choose(logits, generator=generator, **arguments)) for _ in range(n)]
+
+
+@torch.no_grad()
+def test_greedy_tokens_are_the_likeliest_ones_of_the_forward_pass(model):
+    tokens = generate(model, PROMPT, 20, temperature=0)
+    assert len(tokens) == 20
+    logits = model(torch.tensor([PROMPT + tokens])).logits[0]
+    assert logits[len(PROMPT) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+def test_the_same_seed_gives_the_same_tokens(model):
+    first = generate(model, PROMPT, 30, seed=7)
+    torch.manual_seed(99)
+    assert generate(model, PROMPT, 30, seed=7) == first
+    assert generate(model, PROMPT, 30, seed=8) != first
+
+
+def test_sampling_leaves_the_global_generator_alone(vq):
+    before = torch.get_rng_state()
+    generate(vq, PROMPT, 3)
+    generate(vq, PROMPT, 3, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-7}])
+def test_what_leaves_one_token_is_greedy(model, options):
+    greedy = generate(model, PROMPT, 15, temperature=0)
+    assert generate(model, PROMPT, 15, seed=3, **options) == greedy
+
+
+def test_a_stream_is_the_same_tokens_one_by_one(vq):
+    assert list(stream(vq, PROMPT, 10, seed=1)) == generate(vq, PROMPT, 10, seed=1)
+
+
+def test_fewer_tokens_are_the_beginning_of_more(vq):
+    assert generate(vq, PROMPT, 4, seed=1) == generate(vq, PROMPT, 12, seed=1)[:4]
+    assert generate(vq, PROMPT, 0, seed=1) == []
+
+
+@pytest.mark.parametrize("prefill", [1, 3, 4, 10, 11])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_prompt_may_be_read_in_segments(model, monkeypatch, prefill, temperature):
+    whole = generate(model, PROMPT, 12, temperature=temperature, seed=2)
+    monkeypatch.setattr(module, "PREFILL", prefill)
+    assert generate(model, PROMPT, 12, temperature=temperature, seed=2) == whole
+
+
+def test_no_segment_is_longer_than_the_prefill(vq, monkeypatch):
+    lengths = []
+    vq.register_forward_pre_hook(lambda _, arguments: lengths.append(arguments[0].shape[1]))
+    monkeypatch.setattr(module, "PREFILL", 4)
+    generate(vq, PROMPT, 1, seed=0)
+    assert lengths[:3] == [4, 4, 3]
+    assert set(lengths[3:]) <= {1}
+
+
+def test_all_tokens_can_be_drawn_as_often_as_they_are_likely():
+    counts = torch.bincount(torch.tensor(draws([0.1, 0.2, 0.7], n=4000))).tolist()
+    for count, p in zip(counts, [0.1, 0.2, 0.7], strict=True):
+        assert abs(count - 4000 * p) < 4 * (4000 * p * (1 - p)) ** 0.5  # four standard deviations
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({}, {0, 1, 2, 3}),
+        ({"top_k": 2}, {1, 3}),
+        ({"top_k": 3}, {1, 2, 3}),
+        ({"top_k": 9}, {0, 1, 2, 3}),
+        ({"top_p": 0.3}, {1}),
+        ({"top_p": 0.45}, {1, 3}),
+        ({"top_p": 0.75}, {1, 2, 3}),
+        ({"top_p": 0.75, "top_k": 2}, {1, 3}),
+        ({"top_p": 0.3, "top_k": 2}, {1}),
+    ],
+)
+def test_the_likeliest_tokens_are_left(options, left):
+    """With top_p as few of them as reach that mass together."""
+    assert set(draws([0.1, 0.4, 0.2, 0.3], **options)) == left
+
+
+def test_temperature_flattens_or_sharpens():
+    cold, plain, hot = (draws([0.2, 0.8], temperature=t).count(0) for t in (0.5, 1.0, 5.0))
+    assert cold < plain < hot
+    assert abs(cold - 300 / 17) < 4 * (300 * 16) ** 0.5 / 17  # 0.2^2 : 0.8^2 = 1 : 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_tokens": []}, "the prompt has no tokens; begin with the tokenizer's bos"),
+        ({"prompt_tokens": [17]}, "token 17 is outside the vocabulary of 17"),
+        ({"temperature": -0.1}, "temperature=-0.1: must not be negative"),
+        ({"top_p": 0.0}, "top_p=0.0: must be above 0 and at most 1"),
+        ({"top_p": 1.1}, "top_p=1.1: must be above 0 and at most 1"),
+        ({"top_k": 0}, "top_k=0: must be at least 1, or None"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(vq, arguments, message):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the message is compared below
+        generate(vq, **({"prompt_tokens": PROMPT, "max_new_tokens": 1} | arguments))
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_of_the_model_is_restored(vq, training):
+    vq.train(training)
+    generate(vq, PROMPT, 2)
+    assert vq.training is training
+    tokens = stream(vq, PROMPT, 5)
+    next(tokens)
+    tokens.close()
+    assert vq.training is training
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        generate(vq, [99], 1)
+    assert vq.training is training
+
+
+def test_dropout_is_off_while_sampling():
+    model = TransformerVQ(tiny_config(p_dropres=0.5, p_dropsin=0.5, p_droplyr=0.5)).double()
+    training = generate(model.train(), PROMPT, 20, temperature=0)
+    assert training == generate(model.eval(), PROMPT, 20, temperature=0)
+
+
+def test_no_graph_is_kept(vq):
+    states = []
+    vq.register_forward_hook(lambda *arguments: states.append(arguments[2].state))
+    generate(vq, PROMPT, 3)
+    assert len(states) >= 3
+    assert not any(layer.v.requires_grad for state in states for layer in state.layers)

@@ -10,7 +10,7 @@ from transformer_vq import PRESETS
 from transformer_vq.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 
 WHOLE_NUMBERS = (
-    *("steps", "batch_size", "seq_len", "backprop_len", "accumulate"),
+    *("steps", "batch_size", "seq_len", "backprop_len"),
     *("log_every", "eval_every", "eval_tokens", "save_every", "keep"),
 )
 
@@ -111,11 +111,16 @@ def test_windows_must_fill_a_sequence():
     )
 
 
-def test_parts_of_a_batch_must_be_equal():
+@pytest.mark.parametrize("parts", [5, 24, -1])
+def test_parts_of_a_batch_must_be_equal(parts):
     TrainConfig(batch_size=12, accumulate=4)
-    assert refusal(TrainConfig, batch_size=12, accumulate=5) == (
-        "batch_size=12 cannot be divided into accumulate=5 equal parts"
+    assert refusal(TrainConfig, batch_size=12, accumulate=parts) == (
+        f"batch_size=12 cannot be divided into accumulate={parts} equal parts"
     )
+
+
+def test_the_number_of_parts_may_be_left_open():
+    assert TrainConfig(batch_size=12, accumulate=0).accumulate == 0
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63])

@@ -14,7 +14,7 @@ LAYERS = [
     {"data", "checkpoint", "evaluate", "generate", "interop", "presets", "sizes", "report"},
     {"training"},
     {"bench"},
-    {"cli"},
+    {"arguments", "cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -6,19 +6,17 @@ status 2.
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import io
 import json
 import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import tyro
 
+from transformer_vq.arguments import UsageError, first_word, nearest, parse
 from transformer_vq.checkpoint import read_config, write_json
 from transformer_vq.config import DataConfig, Dataset, RunConfig
 from transformer_vq.data.corpora import prepare
@@ -32,7 +30,6 @@ from transformer_vq.training.loop import Result, TrainingError
 from transformer_vq.training.runs import resume as resume_run
 from transformer_vq.training.runs import train as train_run
 
-T = TypeVar("T")
 Flat = Annotated[RunConfig, tyro.conf.arg(name="")]
 Json = Annotated[bool, tyro.conf.arg(help="Make the last line of stdout one JSON object.")]
 
@@ -42,10 +39,6 @@ PROTOCOLS: dict[str, tuple[Protocol, ...]] = {
     "streaming": ("streaming",),
     "both": ("windowed", "streaming"),
 }
-
-
-class UsageError(ValueError):
-    """A command line that cannot be understood."""
 
 
 @dataclass(frozen=True)
@@ -133,21 +126,21 @@ class Plot:
 
 
 def train(arguments: list[str]) -> None:
-    name, rest = _first(arguments, "train", "PRESET", f"presets: {', '.join(PRESETS)}")
-    command = _parse(Train, rest, f"train {name}", Train(_preset(name), Path("runs") / name))
+    name, rest = first_word(arguments, "train", "PRESET", f"presets: {', '.join(PRESETS)}")
+    command = parse(Train, rest, f"train {name}", Train(_preset(name), Path("runs") / name))
     _report(train_run(command.run, command.out), command.json)
 
 
 def resume(arguments: list[str]) -> None:
-    name, rest = _first(arguments, "resume", "RUN", "RUN is the folder of a run")
-    command = _parse(Resume, rest, f"resume {name}", Resume(read_config(Path(name))))
+    name, rest = first_word(arguments, "resume", "RUN", "RUN is the folder of a run")
+    command = parse(Resume, rest, f"resume {name}", Resume(read_config(Path(name))))
     _report(resume_run(Path(name), command.run), command.json)
 
 
 def eval_(arguments: list[str]) -> None:
-    name, rest = _first(arguments, "eval", "RUN", "RUN is the folder of a run")
+    name, rest = first_word(arguments, "eval", "RUN", "RUN is the folder of a run")
     run, config = Path(name), read_config(Path(name))
-    command = _parse(Eval, rest, f"eval {name}", Eval(config.data))
+    command = parse(Eval, rest, f"eval {name}", Eval(config.data))
     facts, results = evaluate_run(
         run,
         data=command.data,
@@ -170,7 +163,7 @@ def eval_(arguments: list[str]) -> None:
 
 
 def prepare_(arguments: list[str]) -> None:
-    command = _parse(Prepare, arguments, "prepare")
+    command = parse(Prepare, arguments, "prepare")
     data = DataConfig(command.dataset, command.path, command.tokenizer, command.cache)
     if command.dataset == "enwik8" and command.path is None:
         download(Path(command.cache).expanduser())
@@ -180,9 +173,9 @@ def prepare_(arguments: list[str]) -> None:
 
 
 def info(arguments: list[str]) -> None:
-    name, rest = _first(arguments, "info", "PRESET", f"presets: {', '.join(PRESETS)}")
+    name, rest = first_word(arguments, "info", "PRESET", f"presets: {', '.join(PRESETS)}")
     config = read_config(Path(name)) if Path(name).is_dir() else _preset(name)
-    command = _parse(Info, rest, f"info {name}", Info(config))
+    command = parse(Info, rest, f"info {name}", Info(config))
     result = sizes(command.run)
     print(sizes_table(name, command.run, result))
     _print_json({"name": name, **vars(result), "train_bytes": result.train_bytes}, command.json)
@@ -191,7 +184,7 @@ def info(arguments: list[str]) -> None:
 def plot(arguments: list[str]) -> None:
     from transformer_vq.bench.plots import plot_path
 
-    command = _parse(Plot, arguments, "plot")
+    command = parse(Plot, arguments, "plot")
     for path in plot_path(command.path, command.out):
         print(path)
 
@@ -216,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if name not in COMMANDS:
             raise UsageError(
-                f"there is no command {name!r}{_nearest(name, COMMANDS)}; see tvq --help"
+                f"there is no command {name!r}{nearest(name, COMMANDS)}; see tvq --help"
             )
         COMMANDS[name][0](rest)
     except TrainingError as error:
@@ -250,50 +243,13 @@ def _overview() -> str:
     )
 
 
-def _first(arguments: list[str], command: str, what: str, hint: str) -> tuple[str, list[str]]:
-    """The word that decides what the options mean and what their defaults are."""
-    if not arguments or arguments[0].startswith("-"):
-        if arguments and arguments[0] in ("-h", "--help"):
-            print(f"usage: tvq {command} {what} [options]\n\n{hint}\n")
-            print(f"`tvq {command} {what} --help` lists the options and their defaults.")
-            sys.exit(0)
-        raise UsageError(f"tvq {command} needs a {what} first; {hint}")
-    return arguments[0], arguments[1:]
-
-
 def _preset(name: str) -> RunConfig:
     if name not in PRESETS:
         raise UsageError(
-            f"there is no preset {name!r}{_nearest(name, PRESETS)}; choose one of "
+            f"there is no preset {name!r}{nearest(name, PRESETS)}; choose one of "
             f"{', '.join(PRESETS)}"
         )
     return PRESETS[name]
-
-
-def _nearest(name: str, names: Any) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _parse(kind: type[T], arguments: list[str], prog: str, default: T | None = None) -> T:
-    """Options by tyro; what it would draw as a box becomes one line."""
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            options: dict[str, Any] = {} if default is None else {"default": default}
-            return tyro.cli(kind, args=arguments, prog=f"tvq {prog}", **options)
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise UsageError(_one_line(box.getvalue())) from None
-
-
-def _one_line(box: str) -> str:
-    """The text of an error box up to its last section, which only points at --help."""
-    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
-    lines = [line for line in lines if line.strip("─")]
-    text = " ".join(line for line in lines if not line.startswith("For full helptext"))
-    return f"{text}; --help lists the options"
 
 
 def _report(result: Result, as_json: bool) -> None:

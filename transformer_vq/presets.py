@@ -25,7 +25,7 @@ _ENWIK8 = DataConfig(dataset="enwik8")
 _PG19 = DataConfig(dataset="pg19")
 _IMAGENET64 = DataConfig(dataset="imagenet64")
 
-_PAPER = TrainConfig(precision="bf16", log_every=10, eval_every=1000, save_every=1000)
+_PAPER = TrainConfig(precision="bf16", accumulate=0, log_every=10, eval_every=1000, save_every=1000)
 _IMAGES = replace(_PAPER, seq_len=12_288)
 
 # Sizes chosen by measurement on two cores; short warm-up and higher rate for short trainings.

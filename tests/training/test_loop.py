@@ -29,7 +29,7 @@ from transformer_vq.checkpoint import (
     read_config,
     write_json,
 )
-from transformer_vq.training import loop
+from transformer_vq.training import loop, runs
 from transformer_vq.training.loop import TrainingError
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.runs import resume, train
@@ -328,6 +328,13 @@ def test_weights_and_biases_get_the_same_numbers(tmp_path, monkeypatch):
     logged = [row["train/nats_per_token"] for _, row in Fake.rows[:2]]
     assert logged == [loss for kind, _, loss in losses(tmp_path / "run") if kind == "train"]
     assert Fake.rows[-1] == "finished"
+
+
+@pytest.mark.parametrize(("memory", "parts"), [(1 << 40, 1), (300_000, 4), (0, 4)])
+def test_the_batch_is_divided_until_it_fits(tmp_path, monkeypatch, memory, parts):
+    monkeypatch.setattr(runs, "total_memory", lambda device: memory)
+    train(tiny_run(tmp_path, train={"steps": 1, "accumulate": 0}), tmp_path / "run")
+    assert read_config(tmp_path / "run").train.accumulate == parts
 
 
 def test_one_process_at_a_time(tmp_path):

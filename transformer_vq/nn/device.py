@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,6 +20,13 @@ def find_device(name: str = "auto") -> torch.device:
         why = str(error).splitlines()[0]
         raise ValueError(f"device {name!r} cannot be used ({why}); try cpu or auto") from error
     return device
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes that the device has, used or not: the same whenever it is asked."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def matmul_precision(device: torch.device, precision: str) -> AbstractContextManager[object]:

@@ -19,12 +19,15 @@ from transformer_vq.checkpoint import (
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpora import Corpus, prepare
-from transformer_vq.nn.device import find_device
+from transformer_vq.nn.device import find_device, total_memory
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import warn
+from transformer_vq.sizes import sizes
 from transformer_vq.training.loop import Result, Sitting
 from transformer_vq.training.metrics import check_loggers, rewind
 from transformer_vq.training.step import Trainer
+
+USABLE_MEMORY = 0.7  # the part of a device that a run may plan with
 
 # What may change between two sittings of a run, because no update depends on it.
 FREE_FIELDS = {
@@ -43,6 +46,7 @@ def train(config: RunConfig, run: Path) -> Result:
     config = _with_absolute_paths(config)
     check_loggers(config)
     device = find_device(config.train.device)
+    config = _with_parts_that_fit(config, total_memory(device))
     corpus = prepare(config.data, config.model.vocab_size)
     batches = _batches(config, corpus)
     trainer = _first_trainer(config, device)
@@ -119,6 +123,20 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     )
     init_from = absolute(config.train.init_from)
     return replace(config, data=data, train=replace(config.train, init_from=init_from))
+
+
+def _with_parts_that_fit(config: RunConfig, memory: int) -> RunConfig:
+    """If `train.accumulate` leaves it open: the fewest parts of a batch that fit into memory."""
+    if config.train.accumulate:
+        return config
+    n_rows = config.train.batch_size
+    for accumulate in (n for n in range(1, n_rows + 1) if n_rows % n == 0):
+        chosen = replace(config, train=replace(config.train, accumulate=accumulate))
+        if sizes(chosen).train_bytes <= USABLE_MEMORY * memory:
+            break
+    else:
+        warn("one sequence at a time may be too much for this memory; train.recompute takes less")
+    return chosen
 
 
 def _batches(config: RunConfig, corpus: Corpus) -> TrainingBatches:

@@ -178,6 +178,10 @@ def test_of_parts_of_a_batch_only_the_carried_states_add_up():
     assert sizes(half).activation_bytes == sizes(whole).activation_bytes + 4 * state
 
 
+def test_a_number_of_parts_left_open_counts_as_one():
+    assert sizes(run_of({"accumulate": 0})) == sizes(run_of({"accumulate": 1}))
+
+
 @pytest.mark.parametrize("attention_type", ["vq", "full"])
 @pytest.mark.parametrize("saving", [{"recompute": True}, {"precision": "bf16"}])
 def test_what_saves_memory_is_seen(attention_type, saving):

@@ -20,6 +20,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -107,8 +108,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
     try:
         partial.mkdir(parents=True)
         checkpoint.model.save(partial / MODEL)
-        tensors = {name: x.contiguous() for name, x in checkpoint.tensors.items()}
-        save_file(tensors, partial / TENSORS)
+        save_file(_apart(checkpoint.tensors), partial / TENSORS)
         sums = {name: _checksum(partial / name) for name in (MODEL, TENSORS)}
         write_json(partial / FACTS, checkpoint.facts | {"step": checkpoint.step, "checksums": sums})
         _sync(partial)
@@ -216,6 +216,17 @@ def _nest(tensors: dict[str, Tensor]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[last] = x
     return tree
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors, those that share memory copied: safetensors takes no others."""
+    apart, seen = {}, set()
+    for name, x in tensors.items():
+        place = x.untyped_storage().data_ptr()
+        apart[name] = x.clone(memory_format=torch.contiguous_format) if place in seen else x
+        apart[name] = apart[name].contiguous()
+        seen.add(place)
+    return apart
 
 
 def _checksum(path: Path) -> str:

@@ -125,7 +125,7 @@ def _activation_bytes(config: RunConfig, n_segments: int) -> int:
     each of them, and computes one of them again at a time.
     """
     model, train = config.model, config.train
-    n_rows = train.batch_size // train.accumulate
+    n_rows = _micro_batch(config)
     heads, kv_heads, d_v, d_ff = _widths(model)
     wide = 2 if train.precision == "bf16" else FLOAT
     state_before = _state_bytes(model, train.seq_len - train.backprop_len, wide)
@@ -166,12 +166,17 @@ def _activation_bytes(config: RunConfig, n_segments: int) -> int:
     return tokens * per_token + train.batch_size * state_before + n_rows * state_after
 
 
+def _micro_batch(config: RunConfig) -> int:
+    """Sequences that go through the model at once; all, if the number of parts is left open."""
+    return config.train.batch_size // max(config.train.accumulate, 1)
+
+
 def _n_segments(model: TransformerVQ, config: RunConfig) -> int:
     """In how many parts a window of a micro-batch goes through an attention branch."""
     train, attention = config.train, model.branches[0]
     if not isinstance(attention, VQAttention):
         return 1
-    segment_len = attention._segment_len(train.batch_size // train.accumulate, train.backprop_len)
+    segment_len = attention._segment_len(_micro_batch(config), train.backprop_len)
     return -(-train.backprop_len // segment_len)
 
 

@@ -15,7 +15,7 @@ from transformer_vq.data.corpora import Corpus, SplitSize, find_source, prepare
 from transformer_vq.data.images import ImageNet64
 from transformer_vq.data.pictures import Pictures
 from transformer_vq.data.source import SPLITS, DataError, Piece
-from transformer_vq.data.text import ByteFiles, python_sources
+from transformer_vq.data.text import ByteFiles
 
 CONTENT = b"".join(b"%d green bottles\n" % i for i in range(50))
 
@@ -114,7 +114,6 @@ def test_sizes_say_how_much_there_is(text, tmp_path):
 def test_preparing_again_writes_nothing(text, capsys):
     first = prepare(text)
     before = state_of(first.folder)
-    assert capsys.readouterr().err == f"prepared text in {first.folder}\n"
     assert prepare(text) == first
     assert state_of(first.folder) == before
     assert capsys.readouterr().err == ""
@@ -157,6 +156,31 @@ def test_pieces_of_a_document_are_joined(text, numbers):
     assert corpus.sizes["train"] == SplitSize(tokens=100, documents=1, bytes=3, words=None)
     assert (corpus.bos, corpus.split("test").bos) == (3, 3)
     assert (corpus.folder / "extra").read_text() == "stays"
+
+
+def test_the_same_tokens_from_elsewhere_are_told_by_their_hash(text, tmp_path):
+    first = prepare(text)
+    copy = tmp_path / "copy"
+    copy.write_bytes(CONTENT)
+    second = prepare(DataConfig(path=str(copy), cache=text.cache))
+    assert second.folder != first.folder
+    assert second.sha256 == first.sha256
+    copy.write_bytes(CONTENT[:-1] + b".")
+    assert prepare(DataConfig(path=str(copy), cache=text.cache)).sha256 != first.sha256
+
+
+def test_the_same_bytes_in_other_documents_have_another_hash(text, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "1").write_bytes(CONTENT[:100])
+    (tmp_path / "folder" / "2").write_bytes(CONTENT[:100])
+    (tmp_path / "text").write_bytes(CONTENT[:100] * 2)
+    two, one = prepare(DataConfig(path=str(tmp_path / "folder"), cache=text.cache)), prepare(text)
+    assert two.split("train").tokens.tolist() == one.split("train").tokens.tolist()
+    assert two.sha256 != one.sha256
+
+
+def test_without_a_size_the_vocabulary_is_that_of_the_material(text):
+    assert prepare(text) == prepare(text, 256)
 
 
 def test_another_vocabulary_than_the_model_expects_is_refused(text):
@@ -236,13 +260,10 @@ def test_the_tokenizer_of_bytes_goes_there_and_back(text):
     assert tokenizer.encode(CONTENT.decode())[:756] == corpus.split("train").tokens.tolist()
 
 
-def test_without_a_path_text_is_the_sources_of_python(tmp_path):
-    source = find_source(DataConfig(cache=str(tmp_path)), 256)
-    assert isinstance(source, ByteFiles)
-    root, files = python_sources()
-    assert source.root == root
-    assert set(source.files) <= set(files)
-    assert source.n_bytes > 1_000_000
+def test_without_a_path_text_is_the_sources_of_python(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(corpora, "python_sources", lambda: (tmp_path, [tmp_path / "text"]))
+    source = find_source(DataConfig(cache=text.cache), 256)
+    assert source == ByteFiles.of(tmp_path, [tmp_path / "text"])
 
 
 def test_a_packed_enwik8_of_another_size_is_prepared_with_a_warning(tmp_path, capsys):
@@ -251,9 +272,8 @@ def test_a_packed_enwik8_of_another_size_is_prepared_with_a_warning(tmp_path, ca
     corpus = prepare(config)
     assert corpus.folder.name.startswith("enwik8-")
     assert corpus.split("train").tokens.tobytes() == CONTENT[:756]
-    warning, done = capsys.readouterr().err.splitlines()
+    (warning,) = capsys.readouterr().err.splitlines()
     assert "has 840 bytes instead of the 100,000,000 of enwik8" in warning
-    assert done == f"prepared enwik8 in {corpus.folder}"
 
 
 def test_books_are_prepared_with_a_vocabulary_of_their_own(tmp_path):

@@ -109,10 +109,11 @@ def test_a_signal_during_validation_does_not_wait_for_it_and_loses_nothing(tmp_p
 
 
 @pytest.mark.parametrize(
-    "changes", [{"optim": {"optimizer": "adafactor"}}, {"model": {"attention": "full"}}]
+    "changes",
+    [{"optim": {"optimizer": "adafactor"}}, {"model": {"attention": "full"}}, {}],
 )
 def test_other_optimizers_and_full_attention_resume_exactly_too(tmp_path, monkeypatch, changes):
-    config = tiny_run(tmp_path, **changes, train={"accumulate": 2})
+    config = tiny_run(tmp_path, **changes, train={"accumulate": 2, "batch_size": 2})
     train(config, tmp_path / "whole")
     with monkeypatch.context() as patch:
         interrupt_after(patch, 4)

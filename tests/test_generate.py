@@ -14,7 +14,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 @pytest.fixture(params=["shga", "mqa", "mha", "full"])
 def model(request):
     kind = {"attention": "full"} if request.param == "full" else {"head_type": request.param}
-    return TransformerVQ(tiny_config(**kind)).double().eval()
+    return TransformerVQ(tiny_config(n_layer=1, **kind)).double().eval()
 
 
 @pytest.fixture
@@ -32,17 +32,17 @@ def draws(p, n=300, **options):
 
 @torch.no_grad()
 def test_greedy_tokens_are_the_likeliest_ones_of_the_forward_pass(model):
-    tokens = generate(model, PROMPT, 20, temperature=0)
-    assert len(tokens) == 20
+    tokens = generate(model, PROMPT, 12, temperature=0)
+    assert len(tokens) == 12
     logits = model(torch.tensor([PROMPT + tokens])).logits[0]
     assert logits[len(PROMPT) - 1 : -1].argmax(-1).tolist() == tokens
 
 
 def test_the_same_seed_gives_the_same_tokens(model):
-    first = generate(model, PROMPT, 30, seed=7)
+    first = generate(model, PROMPT, 12, seed=7)
     torch.manual_seed(99)
-    assert generate(model, PROMPT, 30, seed=7) == first
-    assert generate(model, PROMPT, 30, seed=8) != first
+    assert generate(model, PROMPT, 12, seed=7) == first
+    assert generate(model, PROMPT, 12, seed=8) != first
 
 
 def test_sampling_leaves_the_global_generator_alone(vq):
@@ -54,8 +54,8 @@ def test_sampling_leaves_the_global_generator_alone(vq):
 
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-7}])
 def test_what_leaves_one_token_is_greedy(model, options):
-    greedy = generate(model, PROMPT, 15, temperature=0)
-    assert generate(model, PROMPT, 15, seed=3, **options) == greedy
+    greedy = generate(model, PROMPT, 8, temperature=0)
+    assert generate(model, PROMPT, 8, seed=3, **options) == greedy
 
 
 def test_a_stream_is_the_same_tokens_one_by_one(vq):
@@ -67,12 +67,11 @@ def test_fewer_tokens_are_the_beginning_of_more(vq):
     assert generate(vq, PROMPT, 0, seed=1) == []
 
 
-@pytest.mark.parametrize("prefill", [1, 3, 4, 10, 11])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_prompt_may_be_read_in_segments(model, monkeypatch, prefill, temperature):
-    whole = generate(model, PROMPT, 12, temperature=temperature, seed=2)
+@pytest.mark.parametrize("prefill", [1, 3, 10])
+def test_a_prompt_may_be_read_in_segments(model, monkeypatch, prefill):
+    whole = generate(model, PROMPT, 8, seed=2)
     monkeypatch.setattr(module, "PREFILL", prefill)
-    assert generate(model, PROMPT, 12, temperature=temperature, seed=2) == whole
+    assert generate(model, PROMPT, 8, seed=2) == whole
 
 
 def test_no_segment_is_longer_than_the_prefill(vq, monkeypatch):
@@ -149,8 +148,8 @@ def test_the_mode_of_the_model_is_restored(vq, training):
 
 def test_dropout_is_off_while_sampling():
     model = TransformerVQ(tiny_config(p_dropres=0.5, p_dropsin=0.5, p_droplyr=0.5)).double()
-    training = generate(model.train(), PROMPT, 20, temperature=0)
-    assert training == generate(model.eval(), PROMPT, 20, temperature=0)
+    training = generate(model.train(), PROMPT, 8, temperature=0)
+    assert training == generate(model.eval(), PROMPT, 8, temperature=0)
 
 
 def test_no_graph_is_kept(vq):

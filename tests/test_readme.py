@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_vq.bench import documents, scaling
+from transformer_vq.bench import compare, demo, documents, scaling
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -62,3 +62,21 @@ def test_figures_are_those_of_the_recorded_benchmark():
     longest = next(row for row in rows if row["seq_len"] == 131072)
     assert f"| {times['vq', 131072] / base:.2f} | `make bench` |" in README
     assert f"| {longest['peak_gb']:.1f} GB | `make bench` |" in README
+
+
+def test_trained_runs_are_the_recorded_ones():
+    result = json.loads((ROOT / "benchmarks" / "small.json").read_text())
+    assert compare.table(result) in README
+    bits = {
+        run["config"]["model"]["attention"]: run["evaluation"]["protocols"]["windowed"]
+        for run in result["runs"].values()
+    }
+    ratio = bits["vq"]["bits_per_byte"] / bits["full"]["bits_per_byte"]
+    assert f"{ratio:.3f}" in README
+
+
+def test_the_demo_is_the_recorded_one():
+    figures = json.loads((ROOT / "benchmarks" / "demo.json").read_text())
+    assert demo.table(figures) in README
+    sample = "\n".join(f"    {line}".rstrip() for line in figures["sample"].splitlines()[:8])
+    assert sample in README

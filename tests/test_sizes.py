@@ -192,9 +192,14 @@ def test_what_saves_memory_is_seen(attention_type, saving):
 
 
 def test_recomputation_keeps_the_state_before_every_segment(monkeypatch):
-    config = run_of({"recompute": True, "backprop_len": 24}, n_layer=8)
-    whole = sizes(config)
-    monkeypatch.setattr(attention, "AUTO_SCORES", 1)
-    in_blocks = sizes(config)  # six of them
-    assert in_blocks.activation_bytes > whole.activation_bytes + 4 * 8 * whole.state_bytes
-    assert in_blocks.activation_bytes < whole.activation_bytes + 5 * 8 * whole.state_bytes
+    def more_with_six_segments(n_layer):
+        config = run_of({"recompute": True, "backprop_len": 24}, n_layer=n_layer)
+        with monkeypatch.context() as patch:
+            whole = sizes(config)
+            patch.setattr(attention, "AUTO_SCORES", 1)
+            in_blocks = sizes(config)
+        return in_blocks.activation_bytes - whole.activation_bytes, whole.state_bytes
+
+    # What is computed again at a time is one branch, whatever the depth.
+    (shallow, shallow_state), (deep, deep_state) = map(more_with_six_segments, (1, 3))
+    assert deep - shallow == 8 * 5 * (deep_state - shallow_state)

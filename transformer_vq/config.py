@@ -200,7 +200,9 @@ class TrainConfig:
                 f"seq_len={self.seq_len} is not a multiple of backprop_len={self.backprop_len}: a "
                 "sequence is worked on in whole windows"
             )
-        if self.accumulate < 0 or (self.accumulate and self.batch_size % self.accumulate):
+        if not isinstance(self.accumulate, int) or self.accumulate < 0:
+            raise ValueError(f"accumulate={self.accumulate!r}: must be a whole number, or 0")
+        if self.accumulate and self.batch_size % self.accumulate:
             raise ValueError(
                 f"batch_size={self.batch_size} cannot be divided into accumulate={self.accumulate} "
                 "equal parts"

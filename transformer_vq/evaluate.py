@@ -173,7 +173,7 @@ def evaluate_run(
                 protocol,
                 seq_len=seq_len,
                 window=min(config.train.backprop_len, 2048),
-                batch_size=batch_size or config.train.batch_size // config.train.accumulate,
+                batch_size=batch_size or config.train.batch_size // max(config.train.accumulate, 1),
                 precision=precision,
                 max_tokens=max_tokens,
                 advance=advance,

@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from transformer_vq.bench import run_main
 from transformer_vq.bench.equality import differences
 from transformer_vq.bench.ngram import bits_per_byte
 from transformer_vq.bench.plots import plot_path
-from transformer_vq.checkpoint import load_model, read_config
+from transformer_vq.checkpoint import load_model, read_config, write_json
 from transformer_vq.data.corpora import prepare
 from transformer_vq.data.tokenizer import load_tokenizer
 from transformer_vq.evaluate import evaluate_run
@@ -51,25 +52,43 @@ def main(arguments: list[str] | None = None) -> None:
         return
 
     print("3. Bits per byte of the test split, beside models that only count bytes:\n")
-    _, (windowed,) = evaluate_run(run, protocols=["windowed"])
-    counting = bits_per_byte(prepare(read_config(run).data))
-    print("| model | bits per byte |\n| --- | ---: |")
-    print(f"| order 0: frequencies of bytes | {counting[0]:.3f} |")
-    print(f"| order 2: given the two bytes before | {counting[2]:.3f} |")
-    print(
-        f"| Transformer-VQ `tiny`, {config.train.seq_len:,} tokens of context "
-        f"| {windowed.bits_per_byte:.3f} |"
+    figures = _measure(run)
+    write_json(run / "demo.json", figures)
+    print(table(figures))
+    print("\n4. What it writes after the first line:\n")
+    print(figures["sample"])
+    print("\nFigures: " + ", ".join(str(path) for path in plot_path(run)))
+    print(f"More: tvq eval {run}; tvq train small --data.path YOUR.txt --out YOUR-RUN")
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Bits per byte of three models as Markdown."""
+    return "\n".join(
+        [
+            "| model | test bits per byte |",
+            "| --- | ---: |",
+            f"| order 0: frequencies of bytes | {figures['order_0']:.3f} |",
+            f"| order 2: given the two bytes before | {figures['order_2']:.3f} |",
+            f"| Transformer-VQ, `tiny` | {figures['tiny']:.3f} |",
+        ]
     )
 
-    print("\n4. What it writes after the first line:\n")
+
+def _measure(run: Path) -> dict[str, Any]:
+    """The test split by three models, and a sample of text."""
+    config = read_config(run)
+    _, (windowed,) = evaluate_run(run, protocols=["windowed"])
+    counting = bits_per_byte(prepare(config.data))
     model, _ = load_model(run)
     tokenizer = load_tokenizer(run)
     prompt = [tokenizer.bos, *tokenizer.encode(PROMPT)]
     tokens = generate(model, prompt, 400, temperature=0.7, top_p=0.9, seed=0)
-    print(PROMPT + tokenizer.decode(tokens).decode(errors="replace"))
-
-    print("\nFigures: " + ", ".join(str(path) for path in plot_path(run)))
-    print(f"More: tvq eval {run}; tvq train small --data.path YOUR.txt --out YOUR-RUN")
+    return {
+        "order_0": counting[0],
+        "order_2": counting[2],
+        "tiny": windowed.bits_per_byte,
+        "sample": PROMPT + tokenizer.decode(tokens).decode(errors="replace"),
+    }
 
 
 if __name__ == "__main__":

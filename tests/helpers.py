@@ -174,7 +174,9 @@ def tiny_run(folder: Path, **changes: dict[str, object]) -> RunConfig:
         for number in range(3):
             chosen = generator.choices(words, k=400)
             (text / f"{number}.txt").write_text(" ".join(chosen))
-    model = tiny_config(p_dropsin=0.1, p_dropres=0.1, p_droplyr=0.1, revive_below=0.01)
+    model = tiny_config(
+        vocab_size=256, p_dropsin=0.1, p_dropres=0.1, p_droplyr=0.1, revive_below=0.01
+    )
     train = TrainConfig(
         steps=10,
         batch_size=4,
@@ -186,7 +188,7 @@ def tiny_run(folder: Path, **changes: dict[str, object]) -> RunConfig:
         device="cpu",
     )
     return RunConfig(
-        model=replace(model, vocab_size=256, **changes.get("model", {})),
+        model=replace(model, **changes.get("model", {})),
         data=replace(DataConfig(path=str(text), cache=str(folder / "cache"))),
         optim=replace(
             OptimConfig(lr=1e-3, warmup=3, weight_decay=1e-3), **changes.get("optim", {})

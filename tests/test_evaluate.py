@@ -1,6 +1,8 @@
 """Figures by hand, and two protocols against forwards written out."""
 
 import math
+import random
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -10,7 +12,9 @@ from helpers import tiny_config, tiny_run
 from torch import nn
 
 from transformer_vq import TransformerVQ
+from transformer_vq.checkpoint import load_model
 from transformer_vq.data.corpora import Split, SplitSize
+from transformer_vq.data.tokenizer import load_tokenizer
 from transformer_vq.evaluate import evaluate, evaluate_run
 from transformer_vq.training.runs import train
 
@@ -141,3 +145,31 @@ def test_a_run_is_evaluated_on_its_own_data_and_on_others(tmp_path):
     assert elsewhere[0].tokens == 60
     with pytest.raises(ValueError, match="no split 'dev'"):
         evaluate_run(tmp_path / "run", split="dev")
+
+
+def test_word_perplexity_of_books_by_hand(tmp_path):
+    sentences = ["It was the best of times,", "it was the worst of times.", "Call me Ishmael."]
+    generator = random.Random(0)
+    for name in ("train", "validation", "test"):
+        (tmp_path / name).mkdir()
+        for number in range(2):
+            text = "\r\n".join(generator.choices(sentences, k=60))
+            (tmp_path / name / f"{number}.txt").write_bytes(text.encode())
+    config = tiny_run(tmp_path, model={"vocab_size": 300}, train={"steps": 1})
+    config = replace(config, data=replace(config.data, dataset="pg19", path=str(tmp_path)))
+    train(config, tmp_path / "run")
+    _, (windowed, streaming) = evaluate_run(tmp_path / "run")
+
+    tokenizer = load_tokenizer(tmp_path / "run")
+    model, _ = load_model(tmp_path / "run")
+    model.eval()
+    nats = words = 0.0
+    for path in sorted((tmp_path / "test").iterdir()):
+        original = path.read_bytes()
+        tokens = np.array(tokenizer.encode(original.decode().replace("\r\n", "\n")))
+        nats += float(nats_of(model, tokens, tokenizer.bos).sum())
+        words += len(original.split())
+    assert streaming.words == words
+    assert streaming.word_perplexity == pytest.approx(math.exp(nats / words), rel=1e-4)
+    assert windowed.words == words
+    assert windowed.nats != streaming.nats

@@ -144,7 +144,7 @@ class TransformerVQ(nn.Module):
         if layout is not None:
             x = layout.scatter(x)
         return ModelOutput(
-            self._logits(x), ModelState(tuple(states), branch_keep), commit_loss, tuple(usages)
+            self.logits(x), ModelState(tuple(states), branch_keep), commit_loss, tuple(usages)
         )
 
     @torch.no_grad()
@@ -168,7 +168,8 @@ class TransformerVQ(nn.Module):
             return drawn
         return torch.where(state.position.unsqueeze(-1) == 0, drawn, state.branch_keep)
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
+        """Scores of tokens from features, [..., d_model], in float32 or better."""
         with full_precision(x.device):
             weight = self.embed.weight if self.head is None else self.head.weight
             exact = accumulation_dtype(weight.dtype)

@@ -1,13 +1,15 @@
 """Sampling: token by token from a state, the same as the forward pass says all at once."""
 
+import sys
+
 import pytest
 import torch
 from helpers import tiny_config
 
 from transformer_vq import TransformerVQ
-from transformer_vq import generate as module
-from transformer_vq.generate import generate, stream
+from transformer_vq.generate import Sampling, generate, read_prompts, stream
 
+module = sys.modules["transformer_vq.generate"]  # the package has a function of that name
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
@@ -24,10 +26,9 @@ def vq():
 
 def draws(p, n=300, **options):
     """Which tokens come out for these probabilities, drawn n times."""
-    arguments = {"temperature": 1.0, "top_p": 1.0, "top_k": None} | options
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.tensor(p, dtype=torch.float64).log()
-    return [int(module._choose(logits, generator=generator, **arguments)) for _ in range(n)]
+    logits = torch.tensor(p, dtype=torch.float64).log().expand(n, -1)
+    chance = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return Sampling(**options).choose(logits, chance).tolist()
 
 
 @torch.no_grad()
@@ -59,7 +60,8 @@ def test_what_leaves_one_token_is_greedy(model, options):
 
 
 def test_a_stream_is_the_same_tokens_one_by_one(vq):
-    assert list(stream(vq, PROMPT, 10, seed=1)) == generate(vq, PROMPT, 10, seed=1)
+    tokens = [token for (token,) in stream(vq, read_prompts(vq, [PROMPT]), 10, seed=1)]
+    assert tokens == generate(vq, PROMPT, 10, seed=1)
 
 
 def test_fewer_tokens_are_the_beginning_of_more(vq):
@@ -70,14 +72,14 @@ def test_fewer_tokens_are_the_beginning_of_more(vq):
 @pytest.mark.parametrize("prefill", [1, 3, 10])
 def test_a_prompt_may_be_read_in_segments(model, monkeypatch, prefill):
     whole = generate(model, PROMPT, 8, seed=2)
-    monkeypatch.setattr(module, "PREFILL", prefill)
+    monkeypatch.setattr(module, "SEGMENT", prefill)
     assert generate(model, PROMPT, 8, seed=2) == whole
 
 
 def test_no_segment_is_longer_than_the_prefill(vq, monkeypatch):
     lengths = []
     vq.register_forward_pre_hook(lambda _, arguments: lengths.append(arguments[0].shape[1]))
-    monkeypatch.setattr(module, "PREFILL", 4)
+    monkeypatch.setattr(module, "SEGMENT", 4)
     generate(vq, PROMPT, 1, seed=0)
     assert lengths[:3] == [4, 4, 3]
     assert set(lengths[3:]) <= {1}
@@ -117,11 +119,12 @@ def test_temperature_flattens_or_sharpens():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"prompt_tokens": []}, "the prompt has no tokens; begin with the tokenizer's bos"),
+        ({"prompt_tokens": []}, "a prompt has no tokens; begin with the tokenizer's bos"),
         ({"prompt_tokens": [17]}, "token 17 is outside the vocabulary of 17"),
         ({"temperature": -0.1}, "temperature=-0.1: must not be negative"),
         ({"top_p": 0.0}, "top_p=0.0: must be above 0 and at most 1"),
         ({"top_p": 1.1}, "top_p=1.1: must be above 0 and at most 1"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1: must not be negative"),
         ({"top_k": 0}, "top_k=0: must be at least 1, or None"),
     ],
 )
@@ -137,7 +140,7 @@ def test_the_mode_of_the_model_is_restored(vq, training):
     vq.train(training)
     generate(vq, PROMPT, 2)
     assert vq.training is training
-    tokens = stream(vq, PROMPT, 5)
+    tokens = stream(vq, read_prompts(vq, [PROMPT]), 5)
     next(tokens)
     tokens.close()
     assert vq.training is training
@@ -156,5 +159,52 @@ def test_no_graph_is_kept(vq):
     states = []
     vq.register_forward_hook(lambda *arguments: states.append(arguments[2].state))
     generate(vq, PROMPT, 3)
-    assert len(states) >= 3
+    assert len(states) == 1  # later tokens are decoded in place
     assert not any(layer.v.requires_grad for state in states for layer in state.layers)
+
+
+def test_a_row_draws_the_same_whatever_the_others_are(model):
+    prompts = [PROMPT, PROMPT[:3], PROMPT[:7]]
+    together = list(zip(*stream(model, read_prompts(model, prompts), 9, seed=5), strict=True))
+    first = list(stream(model, read_prompts(model, prompts[:1]), 9, seed=5))
+    assert [token for (token,) in first] == list(together[0])
+    two = list(zip(*stream(model, read_prompts(model, prompts[:2]), 9, seed=5), strict=True))
+    assert two == together[:2]
+
+
+def test_prompts_of_different_lengths_are_read_as_each_alone(model, monkeypatch):
+    monkeypatch.setattr(module, "SEGMENT", 4)
+    prompts = [PROMPT, PROMPT[:1], PROMPT[:6]]
+    together = read_prompts(model, prompts)
+    for row, prompt in enumerate(prompts):
+        alone = read_prompts(model, [prompt]).logits[0]
+        assert torch.allclose(together.logits[row], alone, rtol=1e-10, atol=1e-12)
+
+
+def test_several_samples_of_one_prompt(vq):
+    context = read_prompts(vq, [PROMPT]).repeat(3)
+    samples = list(zip(*stream(vq, context, 12, seed=1), strict=True))
+    assert len(set(samples)) == 3
+    assert list(samples[0]) == generate(vq, PROMPT, 12, seed=1)
+
+
+def test_a_stop_token_ends_its_row(vq):
+    free = list(zip(*stream(vq, read_prompts(vq, [PROMPT]).repeat(2), 30, seed=1), strict=True))
+    stop = free[0][4]
+    rows = list(
+        zip(
+            *stream(vq, read_prompts(vq, [PROMPT]).repeat(2), 30, seed=1, stop_tokens=[stop]),
+            strict=True,
+        )
+    )
+    first = free[0].index(stop)
+    assert rows[0][: first + 1] == free[0][: first + 1]
+    assert set(rows[0][first + 1 :]) <= {None}
+    ended = generate(vq, PROMPT, 30, seed=1, stop_tokens=[stop])
+    assert ended == list(free[0][: first + 1])
+
+
+def test_reading_goes_on_where_a_context_ended(vq):
+    begun = read_prompts(vq, [PROMPT[:5]])
+    whole = read_prompts(vq, [PROMPT])
+    assert torch.allclose(read_prompts(vq, [PROMPT[5:]], begun).logits, whole.logits, rtol=1e-10)

@@ -1,6 +1,7 @@
 """Transformer-VQ in PyTorch: dense softmax attention in linear time (Lingle, ICLR 2024)."""
 
-from transformer_vq.config import ModelConfig, OptimConfig, RunConfig
+from transformer_vq.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from transformer_vq.generate import Context, Sampling, generate, read_prompts, stream
 from transformer_vq.interop import load_official
 from transformer_vq.nn.attention import FullAttention, VQAttention
 from transformer_vq.nn.heads import AttentionOutput
@@ -18,15 +19,22 @@ __all__ = [
     "AttentionState",
     "CodeUsage",
     "CodebookHealth",
+    "Context",
+    "DataConfig",
     "FullAttention",
     "ModelConfig",
     "ModelOutput",
     "ModelState",
     "OptimConfig",
     "RunConfig",
+    "Sampling",
+    "TrainConfig",
     "TransformerVQ",
     "VQAttention",
     "VectorQuantizer",
     "document_ids_from_starts",
+    "generate",
     "load_official",
+    "read_prompts",
+    "stream",
 ]

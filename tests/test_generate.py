@@ -189,14 +189,10 @@ def test_several_samples_of_one_prompt(vq):
 
 
 def test_a_stop_token_ends_its_row(vq):
-    free = list(zip(*stream(vq, read_prompts(vq, [PROMPT]).repeat(2), 30, seed=1), strict=True))
+    context = read_prompts(vq, [PROMPT]).repeat(2)
+    free = list(zip(*stream(vq, context, 30, seed=1), strict=True))
     stop = free[0][4]
-    rows = list(
-        zip(
-            *stream(vq, read_prompts(vq, [PROMPT]).repeat(2), 30, seed=1, stop_tokens=[stop]),
-            strict=True,
-        )
-    )
+    rows = list(zip(*stream(vq, context, 30, seed=1, stop_tokens=[stop]), strict=True))
     first = free[0].index(stop)
     assert rows[0][: first + 1] == free[0][: first + 1]
     assert set(rows[0][first + 1 :]) <= {None}

@@ -11,10 +11,10 @@ ROOT = Path(transformer_vq.__file__).parent
 LAYERS = [
     {"ops", "config", "progress"},
     {"nn"},
-    {"data", "checkpoint", "evaluate", "generate", "interop", "presets", "sizes", "report"},
-    {"training"},
+    {"data", "checkpoint", "evaluate", "generate", "interop", "presets", "sizes"},
+    {"report", "sample", "snapshot", "training"},
     {"bench"},
-    {"arguments", "cli"},
+    {"arguments", "cli", "commands"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

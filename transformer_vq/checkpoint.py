@@ -108,7 +108,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
     try:
         partial.mkdir(parents=True)
         checkpoint.model.save(partial / MODEL)
-        save_file(_apart(checkpoint.tensors), partial / TENSORS)
+        save_file(apart(checkpoint.tensors), partial / TENSORS)
         sums = {name: _checksum(partial / name) for name in (MODEL, TENSORS)}
         write_json(partial / FACTS, checkpoint.facts | {"step": checkpoint.step, "checksums": sums})
         _sync(partial)
@@ -218,7 +218,7 @@ def _nest(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return tree
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous tensors, those that share memory copied: safetensors takes no others."""
     apart, seen = {}, set()
     for name, x in tensors.items():

@@ -10,119 +10,34 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-import tyro
+from typing import Any
 
 from transformer_vq.arguments import UsageError, first_word, nearest, parse
-from transformer_vq.checkpoint import read_config, write_json
-from transformer_vq.config import DataConfig, Dataset, RunConfig
+from transformer_vq.checkpoint import load_model, read_config, write_json
+from transformer_vq.commands import Eval, Info, Plot, Prepare, Resume, Sample, Train
+from transformer_vq.config import DataConfig, RunConfig
 from transformer_vq.data.corpora import prepare
 from transformer_vq.data.enwik8 import download
+from transformer_vq.data.tokenizer import Tokenizer, load_tokenizer
 from transformer_vq.evaluate import Protocol, evaluate_run
+from transformer_vq.generate import Sampling
 from transformer_vq.nn.device import find_device
+from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.presets import PRESETS
 from transformer_vq.report import corpus_facts, corpus_table, evaluation_table, sizes_table
+from transformer_vq.sample import read_text, sample_pictures, sample_text, save_grid
 from transformer_vq.sizes import sizes
+from transformer_vq.snapshot import load_context, save_context
 from transformer_vq.training.loop import Result, TrainingError
 from transformer_vq.training.runs import resume as resume_run
 from transformer_vq.training.runs import train as train_run
-
-Flat = Annotated[RunConfig, tyro.conf.arg(name="")]
-Json = Annotated[bool, tyro.conf.arg(help="Make the last line of stdout one JSON object.")]
-
 
 PROTOCOLS: dict[str, tuple[Protocol, ...]] = {
     "windowed": ("windowed",),
     "streaming": ("streaming",),
     "both": ("windowed", "streaming"),
 }
-
-
-@dataclass(frozen=True)
-class Train:
-    """Train a model from a preset; every part of it can be changed by an option."""
-
-    run: Flat
-    out: Path
-    """Folder of the run, which must not hold one yet."""
-    json: Json = False
-
-
-@dataclass(frozen=True)
-class Resume:
-    """Go on with a run from its newest checkpoint, bit for bit as if it had not been interrupted.
-
-    Options may change what no update depends on, such as train.save-every or train.device.
-    """
-
-    run: Flat
-    json: Json = False
-
-
-@dataclass(frozen=True)
-class Eval:
-    """Score a split: bits per byte, word-level perplexity, loss by position in context."""
-
-    data: DataConfig
-    """Other data than the run was trained on may be given."""
-    split: Literal["train", "validation", "test"] = "test"
-    protocol: Literal["windowed", "streaming", "both", "auto"] = "auto"
-    """windowed: fresh state every seq-len tokens, as in the paper. streaming: one state through
-    every whole document. auto: both, or only windowed for full attention, whose cost grows."""
-    checkpoint: str = "best"
-    """best, last, or the number of a step."""
-    seq_len: int | None = None
-    """Tokens per context of the windowed protocol; the run's own by default."""
-    batch_size: int | None = None
-    """Contexts worked on at a time; the result does not depend on it."""
-    max_tokens: int | None = None
-    """Score only the start of the split."""
-    out: Path | None = None
-    """JSON file for the results; by default RUN/evaluation-SPLIT.json if the run's own data were
-    scored whole, else none."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    device: str = "auto"
-    json: Json = False
-
-
-@dataclass(frozen=True)
-class Prepare:
-    """Turn material into a corpus of tokens; training does this on its own when needed.
-
-    Downloads enwik8 if no path is given for it; nothing else is ever fetched.
-    """
-
-    dataset: tyro.conf.Positional[Dataset] = "text"
-    path: str | None = None
-    """File or folder that holds the material."""
-    tokenizer: str | None = None
-    """An existing SentencePiece .model for books."""
-    vocab_size: int | None = None
-    """Size of the vocabulary to be learned for books; by default 32,000."""
-    cache: str = DataConfig.cache
-    """Folder in which corpora and downloads are kept."""
-    json: Json = False
-
-
-@dataclass(frozen=True)
-class Info:
-    """Parameters, FLOPs per token, state and memory of a preset with changes, or of a run."""
-
-    run: Flat
-    json: Json = False
-
-
-@dataclass(frozen=True)
-class Plot:
-    """Draw the loss curves and codebook health of a run, or the figure of a recorded benchmark."""
-
-    path: tyro.conf.Positional[Path]
-    """Folder of a run, or a JSON file from benchmarks/."""
-    out: Path | None = None
-    """PNG to write; beside the data by default."""
 
 
 def train(arguments: list[str]) -> None:
@@ -162,6 +77,75 @@ def eval_(arguments: list[str]) -> None:
     _print_json(facts, command.json)
 
 
+def sample(arguments: list[str]) -> None:
+    name, rest = first_word(arguments, "sample", "RUN", "RUN is the folder of a run")
+    run = Path(name)
+    command = parse(Sample, rest, f"sample {name}")
+    sampling = Sampling(command.temperature, command.top_p, command.top_k)
+    if command.batch < 1:
+        raise UsageError(f"--batch {command.batch}: must be at least 1")
+    config = read_config(run)
+    model, _ = load_model(run, command.checkpoint)
+    model.to(find_device(command.device))
+    if config.data.dataset in ("imagenet64", "pictures"):
+        drawn = sample_pictures(
+            model,
+            load_tokenizer(run).bos,
+            sampling,
+            n=command.batch,
+            begun=command.pictures,
+            keep=command.keep,
+            seed=command.seed,
+        )
+        save_grid(drawn, command.out)
+        print(command.out)
+        _print_json({"run": str(run), "picture": str(command.out)}, command.json)
+        return
+    texts = _sample_text(command, model, load_tokenizer(run), sampling)
+    _print_json({"run": str(run), "texts": texts}, command.json)
+
+
+def _sample_text(
+    command: Sample, model: TransformerVQ, tokenizer: Tokenizer, sampling: Sampling
+) -> list[str]:
+    """Read, keep what was read if asked, then write; one sample appears as it is made."""
+    if command.prompt is not None and command.prompt_file is not None:
+        raise UsageError("give --prompt or --prompt-file, not both")
+    prompt = command.prompt or ""
+    if command.prompt_file is not None:
+        prompt = command.prompt_file.read_bytes().decode(errors="surrogateescape")
+    context = None
+    if command.load_state is not None:
+        context = load_context(command.load_state, model)
+    context = read_text(model, tokenizer, prompt, context)
+    if command.save_state is not None:
+        save_context(command.save_state, model, context)
+    alone = command.batch == 1
+
+    def write(text: str) -> None:
+        if alone:
+            print(text, end="", flush=True)
+
+    if alone and command.prompt:
+        write(command.prompt)
+    texts = sample_text(
+        model,
+        tokenizer,
+        context.repeat(command.batch),
+        command.tokens,
+        sampling,
+        seed=command.seed,
+        stop=command.stop,
+        write=write,
+    )
+    if alone:
+        print()
+    else:
+        for number, text in enumerate(texts, start=1):
+            print(f"--- {number} ---\n{command.prompt or ''}{text}")
+    return texts
+
+
 def prepare_(arguments: list[str]) -> None:
     command = parse(Prepare, arguments, "prepare")
     data = DataConfig(command.dataset, command.path, command.tokenizer, command.cache)
@@ -193,6 +177,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "train": (train, "train a model from a preset"),
     "resume": (resume, "go on with a run"),
     "eval": (eval_, "score a split of the data: bits per byte, word-level perplexity"),
+    "sample": (sample, "write text or draw pictures"),
     "prepare": (prepare_, "turn text, books or pictures into tokens; fetch enwik8"),
     "info": (info, "parameters, FLOPs, state and memory of a preset or a run"),
     "plot": (plot, "draw the curves of a run or the figure of a benchmark"),

@@ -1,0 +1,61 @@
+"""Snapshots: go on bit for bit, and only with the model that read."""
+
+import pytest
+import torch
+from helpers import tiny_config
+
+from transformer_vq import TransformerVQ
+from transformer_vq.checkpoint import CheckpointError
+from transformer_vq.generate import read_prompts, stream
+from transformer_vq.snapshot import load_context, save_context
+
+PROMPT = list(range(17)) * 3
+
+
+def make(**overrides):
+    torch.manual_seed(4)
+    return TransformerVQ(tiny_config(**overrides)).eval()
+
+
+@pytest.mark.parametrize("attention", ["vq", "full"])
+@pytest.mark.parametrize("compressive_cache", [True, False])
+def test_a_snapshot_goes_on_bit_for_bit(tmp_path, attention, compressive_cache):
+    kind = {"attention": attention, "compressive_cache": compressive_cache}
+    model = make(**kind)
+    context = read_prompts(model, [PROMPT, PROMPT[:9]])
+    want = list(stream(model, context, 20, seed=1))
+    save_context(tmp_path / "state", model, context)
+    again = load_context(tmp_path / "state", make(**kind))
+    assert torch.equal(again.logits, context.logits)
+    assert list(stream(model, again, 20, seed=1)) == want
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def test_another_model_is_refused_with_the_reason(tmp_path):
+    model = make()
+    save_context(tmp_path / "state", model, read_prompts(model, [PROMPT]))
+    with pytest.raises(CheckpointError, match="its config differ"):
+        load_context(tmp_path / "state", make(n_code=8))
+    other = make()
+    with torch.no_grad():
+        other.embed.weight[0, 0] += 1
+    with pytest.raises(CheckpointError, match="its weights differ"):
+        load_context(tmp_path / "state", other)
+    other = make()
+    other.branches[1].quantizer.c_sum[0, 0, 0] += 1
+    with pytest.raises(CheckpointError, match="its codebooks differ"):
+        load_context(tmp_path / "state", other)
+
+
+def test_files_that_are_no_snapshots(tmp_path):
+    model = make()
+    path = tmp_path / "state"
+    with pytest.raises(CheckpointError, match="there is no snapshot"):
+        load_context(path, model)
+    save_context(path, model, read_prompts(model, [PROMPT]))
+    path.write_bytes(path.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match="not a whole snapshot"):
+        load_context(path, model)
+    model.save(path)
+    with pytest.raises(CheckpointError, match="is no snapshot"):
+        load_context(path, model)

@@ -1,7 +1,7 @@
 """Transformer-VQ in the Hugging Face world: importing this makes the `Auto` classes know it.
 
 After `import transformer_vq.hf`, AutoConfig, AutoModelForCausalLM, AutoTokenizer and pipelines work
-on a folder that `export` wrote.
+on a folder that `transformer_vq.hf.export` wrote.
 """
 
 try:
@@ -13,7 +13,6 @@ except ImportError as error:
 
 from transformer_vq.hf.cache import TransformerVQCache
 from transformer_vq.hf.configuration_transformer_vq import TransformerVQConfig
-from transformer_vq.hf.export import export
 from transformer_vq.hf.modeling_transformer_vq import TransformerVQForCausalLM, TransformerVQOutput
 from transformer_vq.hf.tokenization_transformer_vq import TransformerVQTokenizer
 from transformer_vq.hf.trainer import CodebookCallback
@@ -29,5 +28,4 @@ __all__ = [
     "TransformerVQForCausalLM",
     "TransformerVQOutput",
     "TransformerVQTokenizer",
-    "export",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -19,8 +19,8 @@ class TransformerVQConfig(PreTrainedConfig):
     """
 
     model_type = "transformer_vq"
-    keys_to_ignore_at_inference = ("past_key_values", "commit_loss")
-    attribute_map = {  # noqa: RUF012 - a plain dict is what the base class expects
+    keys_to_ignore_at_inference: ClassVar = ["past_key_values", "commit_loss"]
+    attribute_map: ClassVar = {
         "hidden_size": "d_model",
         "num_hidden_layers": "n_layer",
         "tie_word_embeddings": "tie_embeddings",
@@ -44,4 +44,6 @@ class TransformerVQConfig(PreTrainedConfig):
         return cls(**asdict(config), **kwargs)
 
     def to_model_config(self) -> ModelConfig:
-        return ModelConfig(**{field.name: getattr(self, field.name) for field in fields(ModelConfig)})
+        return ModelConfig(
+            **{field.name: getattr(self, field.name) for field in fields(ModelConfig)}
+        )

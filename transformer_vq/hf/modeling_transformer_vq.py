@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +49,8 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
     supports_gradient_checkpointing = True
     _is_stateful = True
     _input_embed_layer = "embed"
-    _no_split_modules = ("VQAttention", "FullAttention", "FeedForward")
-    _keep_in_fp32_modules_strict = ("c_sum", "c_count")
+    _no_split_modules: ClassVar = ["VQAttention", "FullAttention", "FeedForward"]
+    _keep_in_fp32_modules_strict: ClassVar = ["c_sum", "c_count"]
 
     def __init__(self, config: TransformerVQConfig) -> None:
         super().__init__(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizer
 
@@ -19,8 +19,8 @@ class TransformerVQTokenizer(PreTrainedTokenizer):
     no UTF-8, as for `bytes.decode`; a character may be cut off at either end.
     """
 
-    vocab_files_names = {"vocab_file": MODEL_FILE}  # noqa: RUF012
-    model_input_names = ["input_ids", "attention_mask"]  # noqa: RUF012
+    vocab_files_names: ClassVar = {"vocab_file": MODEL_FILE}
+    model_input_names: ClassVar = ["input_ids", "attention_mask"]
     padding_side = "left"
 
     def __init__(

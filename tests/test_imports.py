@@ -13,7 +13,7 @@ LAYERS = [
     {"nn"},
     {"data", "checkpoint", "evaluate", "generate", "interop", "presets", "sizes", "report"},
     {"training"},
-    {"bench"},
+    {"bench", "hf"},
     {"arguments", "cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -12,7 +12,7 @@ help:  ## what can be made
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,image,log]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,image,log,hf]'
 	@touch $@
 
 install: $(STAMP)  ## make .venv with the pinned versions

@@ -13,7 +13,7 @@ LAYERS = [
     {"nn"},
     {"data", "checkpoint", "evaluate", "generate", "interop", "presets", "sizes"},
     {"report", "sample", "snapshot", "training"},
-    {"bench"},
+    {"bench", "hf"},
     {"arguments", "cli", "commands"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -71,6 +71,11 @@ class ByteTokenizer:
     vocab_size = 256
     bos = 0
 
+    @property
+    def pieces(self) -> list[str]:
+        """A name for every token."""
+        return [f"<0x{byte:02X}>" for byte in range(256)]
+
     def encode(self, text: str) -> list[int]:
         return list(_utf8(text))
 
@@ -109,6 +114,11 @@ class SentencePieceTokenizer:
     def sha256(self) -> str:
         """Of the model's file."""
         return hashlib.sha256(self._file).hexdigest()
+
+    @property
+    def pieces(self) -> list[str]:
+        """A name for every token: SentencePiece's own."""
+        return [self._model.id_to_piece(token) for token in range(self.vocab_size)]
 
     def encode(self, text: str) -> list[int]:
         """SentencePiece's own ids; its sign for a space and surrogate escapes go in bytes."""

@@ -1,0 +1,107 @@
+"""A run becomes a folder that transformers reads, whole or not at all."""
+
+import re
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import tiny_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from transformer_vq.checkpoint import CheckpointError, load_model
+from transformer_vq.config import DataConfig
+from transformer_vq.data.tokenizer import load_tokenizer
+from transformer_vq.generate import generate
+from transformer_vq.hf import TransformerVQForCausalLM
+from transformer_vq.hf.export import export
+from transformer_vq.training.runs import train
+
+README = Path(__file__).parents[2] / "README.md"
+FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json"}
+
+
+def books(folder):
+    for split in ("train", "validation", "test"):
+        (folder / split).mkdir(parents=True)
+        lines = (f"In {1800 + i} the {split} fox saw {i} dogs.\n" for i in range(60))
+        (folder / split / "1.txt").write_text("".join(lines))
+    return str(folder)
+
+
+@pytest.fixture(scope="module", params=["bytes", "sentencepiece"])
+def run(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    config = tiny_run(folder, train={"steps": 4})
+    if request.param == "sentencepiece":
+        config = replace(
+            config,
+            model=replace(config.model, vocab_size=300),
+            data=DataConfig("pg19", path=books(folder / "books"), cache=str(folder / "cache")),
+        )
+    train(config, folder / "run")
+    return folder / "run"
+
+
+def test_an_exported_run_writes_what_the_run_writes(run, tmp_path):
+    assert export(run, tmp_path / "out") == "best"
+    ours, tokenizer = load_model(run)[0], load_tokenizer(run)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    extra = {"tokenizer.model"} if (run / "tokenizer.model").exists() else set()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == FILES | extra
+    text = "In 1805 the caf\u00e9 fox"
+    inputs = theirs(text, return_tensors="pt")
+    tokens = [tokenizer.bos, *tokenizer.encode(text)]
+    assert inputs.input_ids.tolist() == [tokens]
+    assert torch.equal(model(**inputs).logits, ours.eval()(torch.tensor([tokens])).logits)
+    got = model.generate(**inputs, max_new_tokens=10)[0, len(tokens) :].tolist()
+    assert got == generate(ours, tokens, 10, temperature=0)
+    assert model.generation_config.bos_token_id == tokenizer.bos
+
+
+def test_any_checkpoint_can_be_exported(run, tmp_path):
+    (tmp_path / "out").mkdir()  # an empty folder may be there
+    assert export(run, tmp_path / "out", "3") == "step 3"
+    model = TransformerVQForCausalLM.from_pretrained(tmp_path / "out")
+    for name, want in load_model(run, "3")[0].state_dict().items():
+        assert torch.equal(model.model.state_dict()[name], want), name
+
+
+def test_nothing_is_overwritten(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    with pytest.raises(CheckpointError, match="out is not empty"):
+        export(run, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="mine is not empty"):
+        export(run, tmp_path / "out" / "mine")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
+
+
+def test_what_fails_leaves_nothing(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(TransformerVQForCausalLM, "save_pretrained", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export(run, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="no checkpoint '7'"):
+        export(run, tmp_path / "out", "7")
+    with pytest.raises(CheckpointError, match="holds no run"):
+        export(tmp_path, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pictures_have_no_tokenizer(run, tmp_path, monkeypatch):
+    config = tiny_run(tmp_path)
+    monkeypatch.setattr(
+        "transformer_vq.hf.export.read_config",
+        lambda run: replace(config, data=DataConfig("pictures")),
+    )
+    export(run, tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == FILES - {"tokenizer_config.json"}
+
+
+def test_the_readme_shows_what_works(run, tmp_path, monkeypatch):
+    (tmp_path / "my-run").symlink_to(run)
+    monkeypatch.chdir(tmp_path)
+    section = re.search(r"## Hugging Face\n\n(.*?)\n\n(?=\S)", README.read_text(), flags=re.DOTALL)
+    exec(compile(textwrap.dedent(section[1]), "README.md", "exec"), {})

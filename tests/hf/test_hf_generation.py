@@ -1,0 +1,164 @@
+"""`generate` of transformers against our own, and with a cache against without."""
+
+import pytest
+import torch
+from helpers import assert_close, tiny_config
+from transformers import TextStreamer, pipeline
+
+from transformer_vq import TransformerVQ
+from transformer_vq.generate import generate
+from transformer_vq.hf import TransformerVQForCausalLM, TransformerVQTokenizer
+
+PROMPT = [0, 72, 101, 108, 108, 111, 44, 32]
+SHORTER = [0, 72, 105, 33]
+
+
+def search(model, prompts, **options):
+    return model.generate(torch.tensor(prompts), **({"max_new_tokens": 20} | options)).tolist()
+
+
+def padded(n_more: int = 0) -> dict[str, torch.Tensor]:
+    """Both prompts in one batch, padded on the left by as many more."""
+    rows = [PROMPT, SHORTER]
+    width = len(PROMPT) + n_more
+    ids = [[0] * (width - len(row)) + row for row in rows]
+    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+
+
+@pytest.mark.parametrize("attention", ["vq", "full"])
+def test_greedy_search_is_ours(attention):
+    core = TransformerVQ(tiny_config(vocab_size=256, attention=attention)).eval()
+    model = TransformerVQForCausalLM.from_core(core)
+    want = PROMPT + generate(core, PROMPT, 20, temperature=0)
+    assert search(model, [PROMPT]) == [want]
+    assert search(model, [PROMPT], use_cache=False) == [want]
+    assert search(model, [PROMPT], prefill_chunk_size=3) == [want]
+
+
+def test_a_bos_is_no_padding_even_if_the_padding_token_is_the_same(model, core):
+    want = PROMPT + generate(core, PROMPT, 20, temperature=0)
+    assert search(model, [PROMPT], pad_token_id=0) == [want]
+
+
+def test_without_a_prompt_text_begins_at_bos(model, core):
+    assert model.generate(max_new_tokens=5).tolist() == [[0, *generate(core, [0], 5, 0.0)]]
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
+def test_beam_search_is_the_same_with_states_computed_anew(model, options):
+    inputs = padded()
+    got = model.generate(**inputs, max_new_tokens=12, **options)
+    assert got.shape == (2 * options.get("num_return_sequences", 1), len(PROMPT) + 12)
+    assert torch.equal(got, model.generate(**inputs, max_new_tokens=12, use_cache=False, **options))
+
+
+def test_beams_find_likelier_texts_than_greedy_search(model, core):
+    def nats(row):
+        return (
+            -core(torch.tensor([row[:-1]]))
+            .logits.log_softmax(-1)[0]
+            .gather(1, torch.tensor(row[1:])[:, None])[len(PROMPT) - 1 :]
+            .sum()
+        )
+
+    greedy, beams = search(model, [PROMPT])[0], search(model, [PROMPT], num_beams=6)[0]
+    assert greedy != beams
+    assert nats(beams) < nats(greedy)
+
+
+@pytest.mark.parametrize("n_more", [0, 5])
+def test_a_padded_batch_gives_what_each_prompt_gives_alone(model, n_more):
+    inputs = padded(n_more)
+    got = model.generate(**inputs, max_new_tokens=20)[:, -20:].tolist()
+    assert got == [search(model, [row])[0][-20:] for row in (PROMPT, SHORTER)]
+
+
+def test_a_padded_batch_of_one(model):
+    inputs = {name: x[1:] for name, x in padded().items()}
+    got = model.generate(**inputs, max_new_tokens=20)
+    assert got[0, -20:].tolist() == search(model, [SHORTER])[0][-20:]
+
+
+def test_logits_of_padded_rows_are_those_of_the_rows_alone(model):
+    inputs = padded(3)
+    logits = model(**inputs).logits
+    for row, tokens in enumerate((PROMPT, SHORTER)):
+        want = model(torch.tensor([tokens])).logits[0]
+        assert_close("logits", logits[row, -len(tokens) :], want)
+
+
+def test_sampling_depends_on_the_seed_and_gives_as_many_as_asked_for(model):
+    def draw(seed):
+        torch.manual_seed(seed)
+        return search(model, [PROMPT], do_sample=True, top_p=0.9, num_return_sequences=3)
+
+    first = draw(0)
+    assert len(first) == 3
+    assert len({tuple(row) for row in first}) == 3
+    assert first == draw(0) != draw(1)
+
+
+def test_sampling_has_no_use_of_dropout():
+    config = tiny_config(vocab_size=256, p_dropres=0.5, p_dropsin=0.5, p_droplyr=0.5)
+    model = TransformerVQForCausalLM.from_core(TransformerVQ(config).eval())
+    assert search(model, [PROMPT]) == search(model, [PROMPT])
+
+
+def test_a_cache_can_be_gone_on_from(model):
+    first = model.generate(torch.tensor([PROMPT]), max_new_tokens=8, return_dict_in_generate=True)
+    more = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=12)
+    assert more.tolist() == search(model, [PROMPT])
+
+
+def test_assisted_decoding_is_refused(model):
+    with pytest.raises(ValueError, match="stateful"):
+        search(model, [PROMPT], prompt_lookup_num_tokens=3)
+
+
+def test_a_stop_string_ends_the_text(model):
+    tokenizer = TransformerVQTokenizer()
+    text = tokenizer.decode(search(model, [PROMPT], max_new_tokens=200)[0][len(PROMPT) :])
+    stop = next(x for x in text if x.isascii() and x.isprintable())
+    got = search(model, [PROMPT], max_new_tokens=200, stop_strings=stop, tokenizer=tokenizer)[0]
+    assert tokenizer.decode(got[len(PROMPT) :]) == text[: text.index(stop) + 1]
+
+
+def test_a_pipeline_goes_on_with_texts(folder, core):
+    writer = pipeline("text-generation", model=str(folder), max_new_tokens=20, do_sample=False)
+    tokenizer = TransformerVQTokenizer()
+    texts = ["Hello, ", "Hi!", ""]
+    want = [
+        text + tokenizer.decode(generate(core, tokenizer(text).input_ids, 20, temperature=0))
+        for text in texts
+    ]
+    for options in ({}, {"batch_size": 3}):
+        got = [found[0]["generated_text"] for found in writer(texts, **options)]
+        assert got == [text.replace("\0", "") for text in want]
+
+
+class Listener(TextStreamer):
+    """Notes what would be printed."""
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.pieces = [*getattr(self, "pieces", []), text]
+
+
+@pytest.mark.parametrize(
+    "text", ["na\u00efve caf\u00e9 \u4e2d\u6587 \U0001f642 end", "\u00e9\n\u00e9 \u4e2d"]
+)
+def test_streamed_characters_are_whole(text):
+    tokenizer = TransformerVQTokenizer()
+    listener = Listener(tokenizer)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        listener.put(torch.tensor([token]))
+    listener.end()
+    assert "".join(listener.pieces) == text
+    assert sum(map(bool, listener.pieces)) > 1
+
+
+def test_generate_streams(model):
+    tokenizer = TransformerVQTokenizer()
+    listener = Listener(tokenizer, skip_prompt=True)
+    got = search(model, [PROMPT], max_new_tokens=60, streamer=listener)[0]
+    assert "".join(listener.pieces) == tokenizer.decode(got[len(PROMPT) :])

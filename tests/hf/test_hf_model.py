@@ -1,0 +1,206 @@
+"""The adapter is the core: same logits, same loss, on disk and in memory."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close, tiny_config
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from transformer_vq import ModelConfig, TransformerVQ
+from transformer_vq.hf import (
+    TransformerVQCache,
+    TransformerVQConfig,
+    TransformerVQForCausalLM,
+    modeling_transformer_vq,
+)
+
+TOKENS = torch.randint(256, (2, 30), generator=torch.Generator().manual_seed(0))
+OTHER = {
+    "head_type": "mqa",
+    "attention": "full",
+    "reduction": "serial",
+    "compressive_cache": False,
+    "grad_through_cache": False,
+    "p_dropsin": 0.1,
+    "p_dropres": 0.2,
+    "p_droplyr": 0.3,
+    "tie_embeddings": True,
+    "final_norm": True,
+    "logit_scale": 0.5,
+    "absolute_positions": True,
+    "pe_wavelength": 1e4,
+    "commit_coef": 0.0,
+    "ema_decay": 0.9,
+    "codebook_init": "keys",
+    "revive_below": 0.01,
+}
+
+
+@pytest.mark.parametrize("changes", [{}, OTHER])
+def test_a_config_survives_the_way_there_and_back(tmp_path, changes):
+    config = tiny_config(**changes)
+    there = TransformerVQConfig.from_model_config(config, bos_token_id=1)
+    assert there.to_model_config() == config
+    there.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert asdict(config).items() <= written.items()
+    back = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(back, TransformerVQConfig)
+    assert back.to_model_config() == config
+    assert back.bos_token_id == 1
+    assert back.hidden_size == config.d_model
+    assert back.tie_word_embeddings is config.tie_embeddings
+
+
+def test_a_config_is_checked_by_the_core():
+    with pytest.raises(ValueError, match="d_model=15"):
+        TransformerVQConfig(d_model=15)
+    assert isinstance(TransformerVQConfig().to_model_config(), ModelConfig)
+
+
+@pytest.mark.parametrize("changes", [{}, OTHER, {"head_type": "mha", "tie_embeddings": True}])
+def test_what_is_saved_and_loaded_gives_the_same_bits(tmp_path, changes):
+    core = TransformerVQ(tiny_config(vocab_size=256, **changes)).eval()
+    model = TransformerVQForCausalLM.from_core(core)
+    assert torch.equal(model(TOKENS).logits, core(TOKENS).logits)
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert isinstance(loaded, TransformerVQForCausalLM)
+    assert torch.equal(loaded(TOKENS).logits, core(TOKENS).logits)
+    assert torch.equal(loaded(TOKENS, return_dict=False)[0], core(TOKENS).logits)
+
+
+def test_fresh_weights_are_those_of_the_core():
+    torch.manual_seed(3)
+    core = TransformerVQ(tiny_config())
+    torch.manual_seed(3)
+    model = TransformerVQForCausalLM(TransformerVQConfig.from_model_config(tiny_config()))
+    for name, want in core.state_dict().items():
+        assert torch.equal(model.model.state_dict()[name], want), name
+
+
+def test_bfloat16_leaves_codebooks_in_float32(folder, core):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    dtypes = {name.split(".")[-1]: x.dtype for name, x in model.state_dict().items()}
+    assert dtypes["weight"] == torch.bfloat16
+    assert dtypes["c_sum"] == dtypes["c_count"] == torch.float32
+    assert torch.equal(model.model.branches[0].quantizer.c_sum, core.branches[0].quantizer.c_sum)
+    assert_close("logits", model(TOKENS).logits, core(TOKENS).logits, tolerance=0.1)
+
+
+def test_a_folder_that_lacks_tensors_is_refused(folder):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.branches.1.quantizer.c_sum"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"no model\.branches\.1\.quantizer\.c_sum"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_the_loss_is_cross_entropy_and_commitment(model, core):
+    labels = TOKENS.clone()
+    labels[0, :5] = -100
+    output = model(TOKENS, labels=labels)
+    want = core(TOKENS)
+    targets = labels[:, 1:].flatten()
+    nats = F.cross_entropy(want.logits[:, :-1].flatten(0, 1)[targets >= 0], targets[targets >= 0])
+    assert_close("loss", output.loss, nats + core.config.commit_coef * want.commit_loss)
+    assert_close("commit loss", output.commit_loss, want.commit_loss)
+
+    n_items = 100  # of which this batch has 54
+    part = model(TOKENS, labels=labels, num_items_in_batch=torch.tensor(n_items))
+    assert_close("its share", part.loss, output.loss * 54 / n_items)
+
+
+@pytest.mark.parametrize("keep", [1, 7, torch.tensor([3, 28])])
+def test_only_some_logits_can_be_kept(model, core, keep):
+    want = core(TOKENS).logits[:, -keep:] if isinstance(keep, int) else core(TOKENS).logits[:, keep]
+    assert torch.equal(model(TOKENS, logits_to_keep=keep).logits, want)
+
+
+@pytest.mark.parametrize("n_last", [1, 9])
+def test_long_prompts_are_read_in_pieces(model, core, monkeypatch, n_last):
+    monkeypatch.setattr(modeling_transformer_vq, "SEGMENT", 7)
+    mask = torch.ones_like(TOKENS)
+    mask[1, :17] = 0
+    want = core(TOKENS, valid=mask.bool())
+    with torch.no_grad():
+        got = model(TOKENS, attention_mask=mask, logits_to_keep=n_last)
+    assert_close("logits", got.logits, want.logits[:, -n_last:])
+    assert_close("means", got.past_key_values.state.layers[0].v, want.state.layers[0].v)
+    assert got.past_key_values.get_seq_length() == 30
+
+
+def test_several_documents_in_a_row(model, core):
+    ids = torch.zeros_like(TOKENS)
+    ids[:, 11:] = 1
+    alone = core(TOKENS[:, 11:]).logits
+    assert_close("second", model(TOKENS, document_ids=ids).logits[:, 11:], alone)
+
+
+def test_no_cache_is_returned_in_training_unless_asked_for(model):
+    assert isinstance(model(TOKENS).past_key_values, TransformerVQCache)
+    model.train()
+    assert model(TOKENS).past_key_values is None
+    cache = model(TOKENS[:, :20], use_cache=True).past_key_values
+    cache.detach()
+    assert not cache.state.layers[0].v.requires_grad
+    model(TOKENS[:, 20:], past_key_values=cache).logits.sum().backward()
+
+
+def test_a_cache_picks_rows_and_does_not_go_back(model):
+    cache = model(TOKENS).past_key_values
+    assert (len(cache), cache.batch_size, cache.get_seq_length()) == (1, 2, 30)
+    assert cache.get_max_length() == -1
+    v = cache.state.layers[0].v
+    cache.batch_repeat_interleave(2)
+    assert torch.equal(cache.state.layers[0].v, v[[0, 0, 1, 1]])
+    cache.batch_select_indices(torch.tensor([False, True, True, False]))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(cache.state.layers[0].v, v[[1, 0]])
+    cache.crop(0)
+    with pytest.raises(ValueError, match="cannot take 3 tokens back"):
+        cache.crop(-3)
+    cache.reset()
+    assert (cache.state, cache.get_seq_length(), cache.batch_size) == (None, 0, -1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_ids": None}, "input_ids are missing"),
+        ({"inputs_embeds": torch.zeros(1)}, "inputs_embeds is not supported: the model reads"),
+        ({"position_ids": torch.zeros(1)}, "position_ids is not supported: .* document_ids"),
+        ({"output_attentions": True}, "output_attentions is not supported"),
+        ({"output_hidden_states": True}, "output_hidden_states is not supported"),
+        ({"past_key_values": DynamicCache()}, "DynamicCache; this model needs a TransformerVQCach"),
+        ({"attention_mask": torch.ones(2, 29)}, r"shape \(2, 29\), want \[2, 30\]"),
+        ({"attention_mask": torch.ones(1, 30)}, r"shape \(1, 30\), want \[2, 30\]"),
+    ],
+)
+def test_what_is_not_possible_is_said(model, arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        model(**({"input_ids": TOKENS} | arguments))
+
+
+def test_the_vocabulary_has_a_fixed_size(model):
+    assert model.resize_token_embeddings(256) is model.get_input_embeddings()
+    with pytest.raises(ValueError, match="256 tokens and cannot be resized"):
+        model.resize_token_embeddings(257)
+
+
+def test_without_transformers_the_extra_is_named():
+    program = "import sys; sys.modules['transformers'] = None; import transformer_vq.hf"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stderr.strip().endswith("pip install 'transformer-vq[hf]'")

@@ -1,0 +1,104 @@
+"""Ids are ours, texts come back, in memory and from disk."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from transformer_vq.data.tokenizer import (
+    MODEL_FILE,
+    ByteTokenizer,
+    SentencePieceTokenizer,
+    train_sentencepiece,
+)
+from transformer_vq.hf import TransformerVQConfig, TransformerVQTokenizer
+
+PARTS = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(
+        ["<s>", "<unk>", "<0x00>", "<0x41>", "\u2581", "  ", "\n", " fox \u00e9t\u00e9"]
+    ),
+)
+TEXTS = st.lists(PARTS, max_size=6).map("".join)
+
+
+@pytest.fixture(scope="module", params=["bytes", "sentencepiece"])
+def pair(request, tmp_path_factory):
+    """Our tokenizer, and the one that AutoTokenizer finds in a folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    ours, vocab_file = ByteTokenizer(), None
+    if request.param == "sentencepiece":
+        vocab_file = str(folder / "books.model")
+        lines = "".join(f"In {1800 + i % 90} the fox saw {i} dogs.\n" for i in range(200))
+        train_sentencepiece([lines], 300, Path(vocab_file))
+        ours = SentencePieceTokenizer(Path(vocab_file))
+    TransformerVQTokenizer(vocab_file).save_pretrained(folder / "saved")
+    TransformerVQConfig().save_pretrained(folder / "saved")
+    theirs = AutoTokenizer.from_pretrained(folder / "saved")
+    assert isinstance(theirs, TransformerVQTokenizer)
+    return ours, theirs
+
+
+@given(text=TEXTS)
+def test_ids_are_ours_and_texts_come_back(pair, text):
+    ours, theirs = pair
+    tokens = theirs.encode(text, add_special_tokens=False)
+    assert tokens == ours.encode(text)
+    assert theirs(text)["input_ids"] == [ours.bos, *tokens]
+    assert theirs.decode(tokens) == text
+    assert theirs.decode(theirs(text)["input_ids"][1:]) == text
+
+
+def test_names_of_tokens_and_ids_are_a_bijection(pair):
+    ours, theirs = pair
+    names = theirs.convert_ids_to_tokens(list(range(ours.vocab_size)))
+    assert len(set(names)) == len(theirs) == theirs.vocab_size == ours.vocab_size
+    assert theirs.convert_tokens_to_ids(names) == list(range(ours.vocab_size))
+    assert theirs.get_vocab() == {name: i for i, name in enumerate(names)}
+
+
+def test_bytes_that_are_no_utf8(pair):
+    ours, theirs = pair
+    tokens = ours.encode("a\udcff\u00e9")
+    assert theirs.encode("a\udcff\u00e9", add_special_tokens=False) == tokens
+    assert theirs.decode(tokens) == "a\ufffd\u00e9"
+    theirs.errors = "surrogateescape"
+    assert theirs.decode(tokens) == "a\udcff\u00e9"
+    theirs.errors = "replace"
+
+
+def test_batches_are_padded_on_the_left(pair):
+    ours, theirs = pair
+    batch = theirs(["dogs saw", "a"], padding=True, return_tensors="pt")
+    long, short = ([ours.bos, *ours.encode(text)] for text in ("dogs saw", "a"))
+    n_more = len(long) - len(short)
+    assert batch["input_ids"].tolist() == [long, [ours.bos] * n_more + short]
+    assert batch["attention_mask"].tolist() == [
+        [1] * len(long),
+        [0] * n_more + [1] * len(short),
+    ]
+    texts = theirs.batch_decode(batch["input_ids"], skip_special_tokens=True)
+    assert texts == ["dogs saw", "a"]
+
+
+def test_special_tokens_of_a_vocabulary_show_no_text(pair):
+    ours, theirs = pair
+    assert theirs.decode([ours.bos]) == ours.decode([ours.bos]).decode()
+    assert theirs.decode([ours.bos], skip_special_tokens=True) == ""
+    assert theirs.eos_token_id is None
+    assert theirs.unk_token_id is None
+
+
+def test_a_vocabulary_that_is_gone_is_not_taken_for_bytes(pair, tmp_path):
+    ours, theirs = pair
+    theirs.save_pretrained(tmp_path)
+    TransformerVQConfig().save_pretrained(tmp_path)
+    if isinstance(ours, ByteTokenizer):
+        assert not (tmp_path / MODEL_FILE).exists()
+        return
+    assert (tmp_path / MODEL_FILE).is_file()
+    (tmp_path / MODEL_FILE).unlink()
+    with pytest.raises((ValueError, OSError), match=r"tokenizer\.model"):
+        AutoTokenizer.from_pretrained(tmp_path)

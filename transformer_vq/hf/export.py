@@ -1,0 +1,46 @@
+"""From a run to a folder that transformers reads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from transformer_vq.checkpoint import CheckpointError, load_model, read_config
+from transformer_vq.data.tokenizer import MODEL_FILE, load_tokenizer
+from transformer_vq.hf.modeling_transformer_vq import TransformerVQForCausalLM
+from transformer_vq.hf.tokenization_transformer_vq import TransformerVQTokenizer
+
+_PICTURES = ("imagenet64", "pictures")
+
+
+def export(run: Path, folder: Path, checkpoint: str = "best") -> str:
+    """Write config, weights, codebooks and tokenizer into a new folder; whole or not at all.
+
+    checkpoint: `best`, `last` or the number of a step. Returns which one it was. Pictures have no
+    tokenizer: their tokens are no text.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} is not empty; choose another folder")
+    is_text = read_config(run).data.dataset not in _PICTURES
+    model, which = load_model(run, checkpoint)
+    tokenizer = load_tokenizer(run)
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise CheckpointError(
+            f"the model of {run} has {model.config.vocab_size} tokens, its tokenizer "
+            f"{tokenizer.vocab_size}; is {MODEL_FILE} missing?"
+        )
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        wrapped = TransformerVQForCausalLM.from_core(model, bos_token_id=tokenizer.bos)
+        wrapped.save_pretrained(partial)
+        if is_text:
+            vocabulary = run / MODEL_FILE
+            vocab_file = str(vocabulary) if vocabulary.is_file() else None
+            TransformerVQTokenizer(vocab_file).save_pretrained(partial)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return which

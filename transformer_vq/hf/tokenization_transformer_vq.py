@@ -1,0 +1,82 @@
+"""The tokenizers of `data/tokenizer.py` with the surface of transformers: the same ids."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizer
+
+from transformer_vq.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
+
+
+class TransformerVQTokenizer(PreTrainedTokenizer):
+    """Bytes, or the pieces of a SentencePiece model if there is a `vocab_file`.
+
+    Texts get a bos in front, as documents had in training; `add_special_tokens=False` leaves it
+    out. Names of special tokens within a text are text. Padding goes to the left and has the id of
+    bos, so it is told by the attention mask alone. errors: what `decode` does with bytes that are
+    no UTF-8, as for `bytes.decode`; a character may be cut off at either end.
+    """
+
+    vocab_files_names: ClassVar = {"vocab_file": MODEL_FILE}
+    model_input_names: ClassVar = ["input_ids", "attention_mask"]
+    padding_side = "left"
+
+    def __init__(
+        self,
+        vocab_file: str | None = None,
+        kind: str | None = None,
+        errors: str = "replace",
+        **kwargs: Any,
+    ) -> None:
+        if kind == "sentencepiece" and vocab_file is None:
+            raise ValueError(f"{MODEL_FILE} is missing: this tokenizer has a vocabulary of its own")
+        self._core: ByteTokenizer | SentencePieceTokenizer = (
+            ByteTokenizer() if vocab_file is None else SentencePieceTokenizer(Path(vocab_file))
+        )
+        self._pieces = self._core.pieces
+        self._ids = {piece: i for i, piece in enumerate(self._pieces)}
+        self._texts = {piece: self._core.decode([i]) for i, piece in enumerate(self._pieces)}
+        self.errors = errors
+        bos = self._pieces[self._core.bos]
+        defaults = {
+            "bos_token": bos,
+            "pad_token": bos,
+            "special_tokens_pattern": "bos",
+            "split_special_tokens": True,
+        }
+        kind = "bytes" if vocab_file is None else "sentencepiece"
+        super().__init__(kind=kind, errors=errors, **(defaults | kwargs))
+
+    @property
+    def vocab_size(self) -> int:
+        return self._core.vocab_size
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._ids | self.added_tokens_encoder
+
+    def convert_tokens_to_string(self, tokens: list[str]) -> str:
+        """The text of the tokens together: several of them can share a character."""
+        data = b"".join(self._texts.get(token, token.encode()) for token in tokens)
+        return data.decode("utf-8", self.errors)
+
+    def save_vocabulary(
+        self, save_directory: str, filename_prefix: str | None = None
+    ) -> tuple[str, ...]:
+        self._core.save(Path(save_directory))
+        path = Path(save_directory, MODEL_FILE)
+        if isinstance(self._core, ByteTokenizer):
+            return ()
+        if filename_prefix:
+            path = path.rename(path.with_name(f"{filename_prefix}-{path.name}"))
+        return (str(path),)
+
+    def _tokenize(self, text: str, **kwargs: Any) -> list[str]:
+        return [self._pieces[token] for token in self._core.encode(text)]
+
+    def _convert_token_to_id(self, token: str) -> int | None:
+        return self._ids.get(token)
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return self._pieces[index]

@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-for-demo
 
 .PHONY: help install test test-all demo bench clean
 .DEFAULT_GOAL := help
@@ -9,10 +10,16 @@ STAMP := $(VENV)/.installed
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-$(STAMP): pyproject.toml constraints.txt
+$(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,image,log,hf]'
+	@touch $@
+
+$(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[plot]'
 	@touch $@
 
 install: $(STAMP)  ## make .venv with the pinned versions
@@ -26,7 +33,7 @@ test: $(STAMP)  ## lint, types and tests
 test-all: test  ## the same and the slow tests
 	$(BIN)/pytest -q -m slow
 
-demo: $(STAMP)  ## the equality with the definition, and how time grows with length
+demo: $(DEMO_STAMP)  ## train a small model in minutes, measure it, let it write
 	$(BIN)/python -m transformer_vq.bench.demo
 
 bench: $(STAMP)  ## record time and memory up to 131,072 tokens (15 minutes on two cores)

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformer_vq.arguments import UsageError, first_word, nearest, parse
 from transformer_vq.checkpoint import load_model, read_config, write_json
-from transformer_vq.commands import Eval, Info, Plot, Prepare, Resume, Sample, Train
+from transformer_vq.commands import Eval, Export, Info, Plot, Prepare, Resume, Sample, Train
 from transformer_vq.config import DataConfig, RunConfig
 from transformer_vq.data.corpora import prepare
 from transformer_vq.data.enwik8 import download
@@ -156,6 +156,15 @@ def prepare_(arguments: list[str]) -> None:
     _print_json(corpus_facts(corpus), command.json)
 
 
+def export_(arguments: list[str]) -> None:
+    name, rest = first_word(arguments, "export", "RUN", "RUN is the folder of a run")
+    command = parse(Export, rest, f"export {name}")
+    from transformer_vq.hf.export import export  # transformers takes seconds to import
+
+    export(Path(name), command.folder, command.checkpoint)
+    print(f"{command.folder}: load it with transformers after `import transformer_vq.hf`")
+
+
 def info(arguments: list[str]) -> None:
     name, rest = first_word(arguments, "info", "PRESET", f"presets: {', '.join(PRESETS)}")
     config = read_config(Path(name)) if Path(name).is_dir() else _preset(name)
@@ -179,6 +188,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "eval": (eval_, "score a split of the data: bits per byte, word-level perplexity"),
     "sample": (sample, "write text or draw pictures"),
     "prepare": (prepare_, "turn text, books or pictures into tokens; fetch enwik8"),
+    "export": (export_, "write a run as a folder for Hugging Face transformers"),
     "info": (info, "parameters, FLOPs, state and memory of a preset or a run"),
     "plot": (plot, "draw the curves of a run or the figure of a benchmark"),
 }

@@ -119,6 +119,16 @@ class Prepare:
 
 
 @dataclass(frozen=True)
+class Export:
+    """Write a run as a folder for Hugging Face transformers."""
+
+    folder: tyro.conf.Positional[Path]
+    """New folder for config, safetensors and tokenizer."""
+    checkpoint: str = "best"
+    """best, last, or the number of a step."""
+
+
+@dataclass(frozen=True)
 class Info:
     """Parameters, FLOPs per token, state and memory of a preset with changes, or of a run."""
 

@@ -11,6 +11,7 @@ from helpers import tiny_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformer_vq.checkpoint import CheckpointError, load_model
+from transformer_vq.cli import main
 from transformer_vq.config import DataConfig
 from transformer_vq.data.tokenizer import load_tokenizer
 from transformer_vq.generate import generate
@@ -104,4 +105,15 @@ def test_the_readme_shows_what_works(run, tmp_path, monkeypatch):
     (tmp_path / "my-run").symlink_to(run)
     monkeypatch.chdir(tmp_path)
     section = re.search(r"## Hugging Face\n\n(.*?)\n\n(?=\S)", README.read_text(), flags=re.DOTALL)
+    main(re.search(r"# tvq (export my-run my-model)", section[1])[1].split())
     exec(compile(textwrap.dedent(section[1]), "README.md", "exec"), {})
+
+
+def test_the_command_exports(run, tmp_path, capsys):
+    main(["export", str(run), str(tmp_path / "out")])
+    assert str(tmp_path / "out") in capsys.readouterr().out
+    assert TransformerVQForCausalLM.from_pretrained(tmp_path / "out")
+    with pytest.raises(SystemExit) as stop:
+        main(["export", str(run), str(tmp_path / "out")])
+    assert stop.value.code == 2
+    assert "is not empty" in capsys.readouterr().err

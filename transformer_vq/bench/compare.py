@@ -19,6 +19,7 @@ from transformer_vq.sizes import sizes
 from transformer_vq.training.metrics import read_metrics
 
 POINTS = 150  # of a training curve that are kept
+KEPT = ("kind", "step", "bits_per_byte", "share_in_use", "relative_error")
 
 
 def record(runs: list[Path], split: str = "test") -> dict[str, Any]:
@@ -41,7 +42,11 @@ def record(runs: list[Path], split: str = "test") -> dict[str, Any]:
             "config": values,
             "parameters": sizes(config).parameters,
             "minutes": sum(row["seconds"] for row in rows) / 60,
-            "curve": [row for row in rows if row["kind"] == "validation" or row["step"] in kept],
+            "curve": [
+                {key: row[key] for key in KEPT if key in row}
+                for row in rows
+                if row["kind"] == "validation" or row["step"] in kept
+            ],
             "evaluation": json.loads(evaluation.read_text()) | {"run": run.name},
         }
     return {"runs": found}

@@ -24,7 +24,7 @@ from transformer_vq.generate import generate
 from transformer_vq.presets import PRESETS
 from transformer_vq.training.runs import resume, train
 
-PROMPT = "def read_lines(path):\n"
+PROMPT = "import os\n\ndef "
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> None:
     figures = _measure(run)
     write_json(run / "demo.json", figures)
     print(table(figures))
-    print("\n4. What it writes after the first line:\n")
+    print("\n4. What it writes after `import os` and `def`:\n")
     print(figures["sample"])
     print("\nFigures: " + ", ".join(str(path) for path in plot_path(run)))
     print(f"More: tvq eval {run}; tvq train small --data.path YOUR.txt --out YOUR-RUN")
@@ -82,7 +82,7 @@ def _measure(run: Path) -> dict[str, Any]:
     model, _ = load_model(run)
     tokenizer = load_tokenizer(run)
     prompt = [tokenizer.bos, *tokenizer.encode(PROMPT)]
-    tokens = generate(model, prompt, 400, temperature=0.7, top_p=0.9, seed=0)
+    tokens = generate(model, prompt, 400, top_p=0.95, seed=1)
     return {
         "order_0": counting[0],
         "order_2": counting[2],

@@ -46,9 +46,9 @@ def train(config: RunConfig, run: Path) -> Result:
     config = _with_absolute_paths(config)
     check_loggers(config)
     device = find_device(config.train.device)
-    config = _with_parts_that_fit(config, total_memory(device))
     corpus = prepare(config.data, config.model.vocab_size)
     batches = _batches(config, corpus)
+    config = _with_parts_that_fit(config, total_memory(device))
     trainer = _first_trainer(config, device)
     run.mkdir(parents=True, exist_ok=True)
     with locked(run):

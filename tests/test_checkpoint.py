@@ -10,8 +10,8 @@ from transformer_vq.checkpoint import (
     read_config,
     state_from_tensors,
     state_to_tensors,
-    write_text,
 )
+from transformer_vq.files import write_text
 
 
 @pytest.mark.parametrize("attention", ["vq", "full"])

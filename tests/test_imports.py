@@ -9,7 +9,7 @@ import transformer_vq
 
 ROOT = Path(transformer_vq.__file__).parent
 LAYERS = [
-    {"ops", "config", "progress"},
+    {"ops", "config", "files", "progress"},
     {"nn"},
     {"data", "checkpoint", "evaluate", "generate", "interop", "presets", "sizes"},
     {"report", "sample", "snapshot", "training"},

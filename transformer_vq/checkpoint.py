@@ -20,12 +20,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from transformer_vq.config import RunConfig
+from transformer_vq.files import write_json, write_tensors
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.ops.cache import CacheStats
 from transformer_vq.ops.state import AttentionState
@@ -46,23 +46,6 @@ class Checkpoint:
     model: TransformerVQ
     tensors: dict[str, Tensor]
     facts: dict[str, Any]
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file under another name, then rename it: it is whole or it is not there."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_config(run: Path) -> RunConfig:
@@ -108,15 +91,12 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
     try:
         partial.mkdir(parents=True)
         checkpoint.model.save(partial / MODEL)
-        save_file(apart(checkpoint.tensors), partial / TENSORS)
+        write_tensors(partial / TENSORS, checkpoint.tensors)
         sums = {name: _checksum(partial / name) for name in (MODEL, TENSORS)}
         write_json(partial / FACTS, checkpoint.facts | {"step": checkpoint.step, "checksums": sums})
-        _sync(partial)
         if folder.exists():  # one that could not be read, or another attempt at the same step
             shutil.rmtree(folder)
         os.replace(partial, folder)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     for step in checkpoint_steps(run)[:-keep]:
@@ -218,27 +198,9 @@ def _nest(tensors: dict[str, Tensor]) -> dict[str, Any]:
     return tree
 
 
-def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors, those that share memory copied: safetensors takes no others."""
-    apart, seen = {}, set()
-    for name, x in tensors.items():
-        place = x.untyped_storage().data_ptr()
-        apart[name] = x.clone(memory_format=torch.contiguous_format) if place in seen else x
-        apart[name] = apart[name].contiguous()
-        seen.add(place)
-    return apart
-
-
 def _checksum(path: Path) -> str:
     crc = 0
     with open(path, "rb") as file:
         while data := file.read(1 << 22):
             crc = zlib.crc32(data, crc)
     return f"{path.stat().st_size}-{crc:08x}"
-
-
-def _sync(folder: Path) -> None:
-    """Have the disk hold all files of a folder before the folder gets its final name."""
-    for path in folder.iterdir():
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())

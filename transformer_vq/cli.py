@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from transformer_vq.arguments import UsageError, first_word, nearest, parse
-from transformer_vq.checkpoint import load_model, read_config, write_json
+from transformer_vq.checkpoint import load_model, read_config
 from transformer_vq.commands import Eval, Export, Info, Plot, Prepare, Resume, Sample, Train
 from transformer_vq.config import DataConfig, RunConfig
 from transformer_vq.data.corpora import prepare
 from transformer_vq.data.enwik8 import download
 from transformer_vq.data.tokenizer import Tokenizer, load_tokenizer
 from transformer_vq.evaluate import Protocol, evaluate_run
+from transformer_vq.files import write_json
 from transformer_vq.generate import Sampling
 from transformer_vq.nn.device import find_device
 from transformer_vq.nn.model import TransformerVQ

@@ -9,25 +9,18 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from transformer_vq.checkpoint import CheckpointError, apart, state_from_tensors, state_to_tensors
+from transformer_vq.checkpoint import CheckpointError, state_from_tensors, state_to_tensors
+from transformer_vq.files import write_tensors
 from transformer_vq.generate import Context
 from transformer_vq.nn.model import TransformerVQ
 
 
 def save_context(path: Path, model: TransformerVQ, context: Context) -> None:
     """Write logits and state, and which model they belong to, atomically."""
-    partial = path.with_name(f".{path.name}.partial")
     tensors = {"logits": context.logits} | state_to_tensors(context.state)
-    try:
-        save_file(apart(tensors), partial, metadata=_identity(model))
-        partial.replace(path)
-    except SafetensorError as error:
-        raise OSError(f"cannot write {path}: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    write_tensors(path, tensors, _identity(model))
 
 
 def load_context(path: Path, model: TransformerVQ) -> Context:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from helpers import tiny_run
 
-from transformer_vq import TransformerVQ
+from transformer_vq import TransformerVQ, files
 from transformer_vq.checkpoint import (
     CheckpointError,
     checkpoint_folder,
@@ -27,8 +27,8 @@ from transformer_vq.checkpoint import (
     load_model,
     locked,
     read_config,
-    write_json,
 )
+from transformer_vq.files import write_json
 from transformer_vq.training import loop, runs
 from transformer_vq.training.loop import TrainingError
 from transformer_vq.training.metrics import read_metrics
@@ -196,28 +196,29 @@ def test_a_run_without_a_checkpoint_begins_again(tmp_path):
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, capsys):
-    """Files above a limit cannot be written, as on a disk that is full."""
+    """Files above a limit cannot be written, as on a disk that is full; the best model neither."""
     config = tiny_run(tmp_path)
     train(config, tmp_path / "whole")
-    save = loop.save_checkpoint
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    write_tensors = files.save_file
 
-    def save_on_full_disk(run, checkpoint, keep):
-        if checkpoint.step < 6:
-            return save(run, checkpoint, keep)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    def write_on_full_disk(tensors, path, metadata=None):
+        if "step-00000003" not in str(path):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         try:
-            return save(run, checkpoint, keep)
+            write_tensors(tensors, path, metadata=metadata)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "save_checkpoint", save_on_full_disk)
+        patch.setattr(files, "save_file", write_on_full_disk)
         with pytest.raises(TrainingError, match=r"cannot save step 10.*step 3 is still there"):
             train(config, tmp_path / "full")
-    assert "cannot save step 6" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot save step 6" in said
+    assert "cannot save the best model" in said
     assert checkpoint_steps(tmp_path / "full") == [3]
-    assert list((tmp_path / "full" / "checkpoints").glob(".*")) == []
+    assert list((tmp_path / "full").rglob(".*partial*")) == []
     resume(tmp_path / "full")
     assert losses(tmp_path / "full") == losses(tmp_path / "whole")
 

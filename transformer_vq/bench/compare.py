@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from transformer_vq.bench import run_main
-from transformer_vq.bench.scaling import write
 from transformer_vq.checkpoint import read_config
+from transformer_vq.files import write_json
 from transformer_vq.sizes import sizes
 from transformer_vq.training.metrics import read_metrics
 
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     result = record(options.runs, options.split)
     if options.out:
-        write(result, options.out)
+        write_json(options.out, result)
     print(table(result))
 
 

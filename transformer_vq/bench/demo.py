@@ -16,10 +16,11 @@ from transformer_vq.bench import run_main
 from transformer_vq.bench.equality import differences
 from transformer_vq.bench.ngram import bits_per_byte
 from transformer_vq.bench.plots import plot_path
-from transformer_vq.checkpoint import load_model, read_config, write_json
+from transformer_vq.checkpoint import load_model, read_config
 from transformer_vq.data.corpora import prepare
 from transformer_vq.data.tokenizer import load_tokenizer
 from transformer_vq.evaluate import evaluate_run
+from transformer_vq.files import write_json
 from transformer_vq.generate import generate
 from transformer_vq.presets import PRESETS
 from transformer_vq.training.runs import resume, train

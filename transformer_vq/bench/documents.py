@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from transformer_vq.bench import run_main
-from transformer_vq.bench.scaling import Cell, run, write
+from transformer_vq.bench.scaling import Cell, run
+from transformer_vq.files import write_json
 
 
 def table(result: dict[str, Any]) -> str:
@@ -35,7 +36,7 @@ def main() -> None:
     cells = [Cell("vq", options.seq_len, document_len=n) for n in lengths]
     result = run(cells, options.rounds)
     if options.out:
-        write(result, options.out)
+        write_json(options.out, result)
     print(table(result))
 
 

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from transformer_vq.bench import run_main
 from transformer_vq.config import ModelConfig
+from transformer_vq.files import write_json
 from transformer_vq.nn.model import TransformerVQ
 
 
@@ -130,12 +131,6 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write(result: dict[str, Any], path: Path) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(partial, path)
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m transformer_vq.bench.scaling", description=__doc__
@@ -169,7 +164,7 @@ def main(arguments: list[str] | None = None) -> None:
     cells += [Cell("full", n, **common) for n in options.full_lengths]
     result = run(cells, options.rounds)
     if options.out:
-        write(result, options.out)
+        write_json(options.out, result)
     print(table(result))
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from transformer_vq.config import ModelConfig
+from transformer_vq.files import write_tensors
 from transformer_vq.nn.attention import FullAttention, VQAttention
 from transformer_vq.nn.layers import (
     FeedForward,
@@ -207,14 +207,8 @@ class TransformerVQ(nn.Module):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write weights, codebooks and config to one safetensors file, atomically."""
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.partial")
-        tensors = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        try:
-            save_file(tensors, partial, metadata={"config": json.dumps(asdict(self.config))})
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        metadata = {"config": json.dumps(asdict(self.config))}
+        write_tensors(Path(path), self.state_dict(), metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TransformerVQ:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformer_vq.checkpoint import write_text
 from transformer_vq.config import RunConfig
+from transformer_vq.files import write_text
 from transformer_vq.progress import warn
 
 NAME = "metrics.jsonl"

@@ -14,11 +14,11 @@ from transformer_vq.checkpoint import (
     locked,
     newest_checkpoint,
     read_config,
-    write_json,
 )
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpora import Corpus, prepare
+from transformer_vq.files import write_json
 from transformer_vq.nn.device import find_device, total_memory
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import warn

@@ -97,6 +97,7 @@ def sample(arguments: list[str]) -> None:
             begun=command.pictures,
             keep=command.keep,
             seed=command.seed,
+            compiled=command.compile,
         )
         save_grid(drawn, command.out)
         print(command.out)
@@ -137,6 +138,7 @@ def _sample_text(
         sampling,
         seed=command.seed,
         stop=command.stop,
+        compiled=command.compile,
         write=write,
     )
     if alone:

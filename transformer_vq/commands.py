@@ -95,6 +95,8 @@ class Sample:
     """For runs on pictures: the PNG to write."""
     checkpoint: str = "best"
     """best, last, or the number of a step."""
+    compile: bool = False
+    """Compile the decoding: half a minute at first (a C++ compiler is needed), then faster."""
     device: str = "auto"
     json: Json = False
 

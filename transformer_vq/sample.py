@@ -82,6 +82,7 @@ def sample_text(
     *,
     seed: int | None = None,
     stop: Sequence[str] = (),
+    compiled: bool = False,
     write: Callable[[str], None] = lambda text: None,
 ) -> list[str]:
     """One text per row of the context. write: gets the text of the first row as it comes."""
@@ -93,7 +94,7 @@ def sample_text(
         if row == 0 and text:
             write(text)
 
-    for tokens in stream(model, context, max_new_tokens, sampling, seed):
+    for tokens in stream(model, context, max_new_tokens, sampling, seed, compiled=compiled):
         for row, token in enumerate(tokens):
             assert token is not None, "no stop tokens were given"
             add(row, streams[row].push(token))
@@ -113,6 +114,7 @@ def sample_pictures(
     begun: Sequence[Path] = (),
     keep: float = 0.5,
     seed: int | None = None,
+    compiled: bool = False,
 ) -> np.ndarray:
     """Pictures, [n, 64, 64, 3]: from nothing, or with the upper part of those in `begun`."""
     prompts: list[list[int]] = [[bos]] * n
@@ -126,7 +128,7 @@ def sample_pictures(
     context = read_prompts(model, prompts)
     drawn = []
     with progress_bar("drawing", n_new, "tokens") as advance:
-        for tokens in stream(model, context, n_new, sampling, seed):
+        for tokens in stream(model, context, n_new, sampling, seed, compiled=compiled):
             drawn.append(tokens)
             advance(1)
     finished = np.concatenate([np.array(prompts)[:, 1:], np.array(drawn).T], axis=1)

@@ -8,6 +8,7 @@ import torch
 from helpers import assert_close, tiny_config
 
 from transformer_vq import TransformerVQ
+from transformer_vq.nn.decoder import Decoder
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +76,18 @@ def test_decoding_compiles_once_and_computes_the_same(head_type):
                 output = run(x[:, t : t + 1], state)
                 state = output.state
                 assert_close("logits", output.logits[:, 0], want[:, t])
+
+
+@pytest.mark.parametrize("head_type", ["shga", "mqa", "mha"])
+def test_decoding_in_place_compiles_once_and_computes_the_same(head_type):
+    model = TransformerVQ(tiny_config(n_layer=1, head_type=head_type)).eval()
+    x = torch.randint(model.config.vocab_size, (2, 20))
+    decoder = Decoder(model, model(x[:, :8]).state)
+    step = torch.compile(decoder.step, fullgraph=True, backend="aot_eager")
+    got = [step(x[:, t]) for t in range(8, 10)]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        got += [step(x[:, t]) for t in range(10, 20)]
+    assert_close("logits", torch.stack(got, 1), model(x).logits[:, 8:])
 
 
 @pytest.mark.parametrize("head_type", ["shga", "mha"])

@@ -1,7 +1,8 @@
-"""One token of causal attention in place: Theorem 3.7 for a block of one, without allocations.
+"""One token of causal attention in place: Theorem 3.7 for a block of one; nothing grows.
 
-The window is a ring: the new token takes the slot of the oldest, which the cache swallows. The
-result is that of `vq_attention` on a segment of length one, and nothing grows.
+The window is a ring of L + 1 slots, so that a token can attend to itself and to the L before it in
+one product. The slot after it holds the oldest, which the cache then swallows. The result is that
+of `vq_attention` on a segment of length one.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_vq.ops.cache import CacheStats
+from transformer_vq.ops.cache import CacheStats, accumulation_dtype
 from transformer_vq.ops.quadratic import attention_weights
 from transformer_vq.ops.state import AttentionState
 
 
-@dataclass
+@dataclass(frozen=True)
 class Ring:
-    """An attention state that is changed in place; its oldest token stands at slot `step % L`.
+    """An attention state whose tensors are changed in place.
 
-    k: [b, h, L, k], v: [b, h, L, v], z: [b, h, L], position: [b], and the cache.
+    k: [b, h, L + 1, k], v: [b, h, L + 1, v], z: [b, h, L + 1], position: [b], and the cache.
+    Between two tokens the slot of the next one is free; the oldest token stands in the slot after.
+    slot: [1], that slot: a tensor, so that a compiled step is the same at every position.
     """
 
     k: Tensor
@@ -28,29 +32,32 @@ class Ring:
     z: Tensor
     position: Tensor
     cache: CacheStats | None
-    step: int = 0
+    slot: Tensor
 
     @classmethod
     def of(cls, state: AttentionState) -> Ring:
-        """A copy of a state, in which the oldest token stands first."""
+        """A copy of a state."""
         assert state.z is not None
+        cache = state.cache
         return cls(
-            state.k.clone(),
-            state.v.clone(),
-            state.z.clone(),
-            state.position.clone(),
-            _copy(state.cache),
+            k=F.pad(state.k, (0, 0, 1, 0)),
+            v=F.pad(state.v, (0, 0, 1, 0)),
+            z=F.pad(state.z, (1, 0)),
+            position=state.position.clone(),
+            cache=None if cache is None else _copy(cache),
+            slot=torch.zeros(1, dtype=torch.int64, device=state.k.device),
         )
 
     def state(self) -> AttentionState:
         """A copy as `vq_attention` takes it."""
-        slot = self.step % self.k.shape[-2]
+        n_slots = self.k.shape[-2]
+        order = (self.slot + torch.arange(1, n_slots, device=self.slot.device)) % n_slots
         return AttentionState(
-            k=self.k.roll(-slot, dims=-2),
-            v=self.v.roll(-slot, dims=-2),
-            z=self.z.roll(-slot, dims=-1),
+            k=self.k.index_select(-2, order),
+            v=self.v.index_select(-2, order),
+            z=self.z.index_select(-1, order),
             position=self.position.clone(),
-            cache=_copy(self.cache),
+            cache=None if self.cache is None else _copy(self.cache),
         )
 
 
@@ -68,53 +75,52 @@ def attend_one_(
     q: [b, h, g, k], k_hat: [b, h, k], z: [b, h], v: [b, h, v], codebook: [h, s, k],
     by_distance: [b, h, g, L + 1] for distances L, ..., 0 -> [b, h, g, v].
     """
-    window_len = ring.k.shape[-2]
-    slot = ring.step % window_len
-    age = (slot - 1 - torch.arange(window_len, device=q.device)) % window_len  # 0 is the newest
-    filled = (age < ring.position.unsqueeze(-1)).unsqueeze(1)  # [b, 1, L]
+    n_slots = ring.k.shape[-2]
+    ring.k.index_copy_(-2, ring.slot, k_hat.unsqueeze(-2))
+    ring.v.index_copy_(-2, ring.slot, v.unsqueeze(-2))
+    ring.z.index_copy_(-1, ring.slot, z.unsqueeze(-1))
 
-    # From the oldest slot on, the ring holds distances L, ..., 1.
-    bias = by_distance[..., :-1].roll(slot, dims=-1)
-    scores = [
-        torch.einsum("bhgk,bhjk->bhgj", q, ring.k) + bias,
-        torch.einsum("bhgk,bhk->bhg", q, k_hat).unsqueeze(-1) + by_distance[..., -1:],
-    ]
-    one = torch.ones((), dtype=torch.float32, device=q.device)
-    multiplicity = [filled * one, one.expand(*filled.shape[:-1], 1)]
-    values = [ring.v, v.unsqueeze(-2)]
-    if ring.cache is not None:
-        scores.append(torch.einsum("bhgk,hsk->bhgs", q, codebook))
-        multiplicity.append(ring.cache.count)
-        values.append(ring.cache.mean.to(v.dtype))
-    n = torch.cat([m.expand(-1, q.shape[1], -1) for m in multiplicity], dim=-1)
-    weights = attention_weights(torch.cat(scores, dim=-1), None, n).to(v.dtype)
-    parts = weights.split([s.shape[-1] for s in scores], dim=-1)
-    output = torch.einsum("bhgj,bhjv->bhgv", parts[0], values[0])
-    for part, value in zip(parts[1:], values[1:], strict=True):
-        output = output + torch.einsum("bhgj,bhjv->bhgv", part, value)
+    # Column j of by_distance is for distance L - j: that of the token j + 1 slots after this one.
+    column = (torch.arange(n_slots - 1, 2 * n_slots - 1, device=q.device) - ring.slot) % n_slots
+    filled = column >= n_slots - 1 - ring.position.unsqueeze(-1)  # [b, L + 1]
+    scores = q @ ring.k.mT + by_distance.index_select(-1, column)
+    multiplicity = filled.to(accumulation_dtype(v.dtype)).unsqueeze(1)  # [b, 1, L + 1]
+    if ring.cache is None:
+        output = attention_weights(scores, None, multiplicity).to(v.dtype) @ ring.v
+    else:
+        multiplicity = multiplicity.expand(-1, q.shape[1], -1)
+        weights = attention_weights(
+            torch.cat([scores, q @ codebook.mT], dim=-1),
+            None,
+            torch.cat([multiplicity, ring.cache.count], dim=-1),
+        ).to(v.dtype)
+        output = weights[..., :n_slots] @ ring.v
+        output += weights[..., n_slots:] @ ring.cache.mean.to(v.dtype)
 
+    ring.slot.add_(1).remainder_(n_slots)
     if ring.cache is not None:
-        leaves = ring.position >= window_len
-        _swallow_(ring.cache, ring.z[..., slot], ring.v[..., slot, :], leaves.unsqueeze(-1))
-    ring.k[..., slot, :] = k_hat
-    ring.v[..., slot, :] = v
-    ring.z[..., slot] = z
-    ring.position += 1
-    ring.step += 1
+        _swallow_(
+            ring.cache,
+            ring.z.index_select(-1, ring.slot),
+            ring.v.index_select(-2, ring.slot),
+            ring.position >= n_slots - 1,
+        )
+    ring.position.add_(1)
     return output
 
 
 def _swallow_(cache: CacheStats, z: Tensor, v: Tensor, counted: Tensor) -> None:
-    """Merge one token per row and head into the cache. z: [b, h], v: [b, h, v], counted: [b, 1]."""
-    place = z.unsqueeze(-1)
-    more = counted.to(cache.count.dtype).expand_as(z).unsqueeze(-1)
-    cache.count.scatter_add_(-1, place, more)
-    share = more / cache.count.gather(-1, place).clamp(min=1)
-    place = place.unsqueeze(-1).expand(*z.shape, 1, v.shape[-1])
+    """Merge one token per row and head into the cache, for the rows where `counted` is True.
+
+    z: [b, h, 1], v: [b, h, 1, v], counted: [b].
+    """
+    more = counted.to(cache.count.dtype).view(-1, 1, 1).expand(z.shape)
+    cache.count.scatter_add_(-1, z, more)
+    share = more / cache.count.gather(-1, z).clamp(min=1)
+    place = z.unsqueeze(-1).expand(v.shape)
     mean = cache.mean.gather(-2, place)
-    new = torch.lerp(mean, v.to(mean.dtype).unsqueeze(-2), share.unsqueeze(-1))
-    cache.mean.scatter_(-2, place, new)
+    cache.mean.scatter_(-2, place, torch.lerp(mean, v.to(mean.dtype), share.unsqueeze(-1)))
 
 
-def _copy(cache: CacheStats | None) -> CacheStats | None:
-    return None if cache is None else CacheStats(cache.mean.clone(), cache.count.clone())
+def _copy(cache: CacheStats) -> CacheStats:
+    return CacheStats(cache.mean.clone(), cache.count.clone())

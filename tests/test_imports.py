@@ -14,7 +14,7 @@ LAYERS = [
     {"data", "checkpoint", "evaluate", "generate", "interop", "presets", "sizes"},
     {"report", "sample", "snapshot", "training"},
     {"bench", "hf"},
-    {"arguments", "cli", "commands"},
+    {"arguments", "cli", "cli_bench", "commands"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 

@@ -11,6 +11,9 @@ from typing import Any, TypeVar
 
 import tyro
 
+from transformer_vq.config import RunConfig
+from transformer_vq.presets import PRESETS
+
 T = TypeVar("T")
 
 
@@ -32,6 +35,15 @@ def first_word(arguments: list[str], command: str, what: str, hint: str) -> tupl
 def nearest(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def find_preset(name: str) -> RunConfig:
+    if name not in PRESETS:
+        raise UsageError(
+            f"there is no preset {name!r}{nearest(name, PRESETS)}; choose one of "
+            f"{', '.join(PRESETS)}"
+        )
+    return PRESETS[name]
 
 
 def parse(kind: type[T], arguments: list[str], prog: str, default: T | None = None) -> T:

@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformer_vq.arguments import UsageError, first_word, nearest, parse
+from transformer_vq.arguments import UsageError, find_preset, first_word, nearest, parse
 from transformer_vq.checkpoint import load_model, read_config
+from transformer_vq.cli_bench import bench
 from transformer_vq.commands import Eval, Export, Info, Plot, Prepare, Resume, Sample, Train
-from transformer_vq.config import DataConfig, RunConfig
+from transformer_vq.config import DataConfig
 from transformer_vq.data.corpora import prepare
 from transformer_vq.data.enwik8 import download
 from transformer_vq.data.tokenizer import Tokenizer, load_tokenizer
@@ -43,7 +44,7 @@ PROTOCOLS: dict[str, tuple[Protocol, ...]] = {
 
 def train(arguments: list[str]) -> None:
     name, rest = first_word(arguments, "train", "PRESET", f"presets: {', '.join(PRESETS)}")
-    command = parse(Train, rest, f"train {name}", Train(_preset(name), Path("runs") / name))
+    command = parse(Train, rest, f"train {name}", Train(find_preset(name), Path("runs") / name))
     _report(train_run(command.run, command.out), command.json)
 
 
@@ -170,7 +171,7 @@ def export_(arguments: list[str]) -> None:
 
 def info(arguments: list[str]) -> None:
     name, rest = first_word(arguments, "info", "PRESET", f"presets: {', '.join(PRESETS)}")
-    config = read_config(Path(name)) if Path(name).is_dir() else _preset(name)
+    config = read_config(Path(name)) if Path(name).is_dir() else find_preset(name)
     command = parse(Info, rest, f"info {name}", Info(config))
     result = sizes(command.run)
     print(sizes_table(name, command.run, result))
@@ -193,6 +194,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "prepare": (prepare_, "turn text, books or pictures into tokens; fetch enwik8"),
     "export": (export_, "write a run as a folder for Hugging Face transformers"),
     "info": (info, "parameters, FLOPs, state and memory of a preset or a run"),
+    "bench": (bench, "measure speed and memory"),
     "plot": (plot, "draw the curves of a run or the figure of a benchmark"),
 }
 
@@ -239,15 +241,6 @@ def _overview() -> str:
             "`tvq COMMAND --help` tells the rest; `tvq train tiny --out demo-run` is a start.",
         ]
     )
-
-
-def _preset(name: str) -> RunConfig:
-    if name not in PRESETS:
-        raise UsageError(
-            f"there is no preset {name!r}{nearest(name, PRESETS)}; choose one of "
-            f"{', '.join(PRESETS)}"
-        )
-    return PRESETS[name]
 
 
 def _report(result: Result, as_json: bool) -> None:

@@ -49,6 +49,8 @@ def plot_record(result: dict[str, Any], path: Path) -> None:
     """The figure of a file that a benchmark wrote."""
     if "runs" in result:
         plot_curves({name: run["curve"] for name, run in result["runs"].items()}, path)
+    elif "decode" in result:
+        plot_decode(result, path)
     elif "rows" in result:
         plot_scaling(result, path)
     else:
@@ -60,7 +62,7 @@ def _read(path: Path) -> dict[str, Any]:
         result = json.loads(path.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError):
         result = None
-    if not isinstance(result, dict) or not result.keys() & {"runs", "rows", "protocols"}:
+    if not isinstance(result, dict) or not result.keys() & {"runs", "rows", "decode", "protocols"}:
         raise ValueError(f"{path} holds no measurements; give a JSON file from benchmarks/")
     return result
 
@@ -141,6 +143,37 @@ def _save(figure: Any, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     pyplot().close(figure)
+
+
+def plot_decode(result: dict[str, Any], path: Path) -> None:
+    """Tokens per second and size of the state against the context, a line per model and batch."""
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    lines: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in result["decode"]:
+        if "failed" not in row:
+            name = f"{row['kind']}, compiled" if row["compiled"] else row["kind"]
+            lines.setdefault((name, row["batch"]), []).append(row)
+    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in lines))}
+    for (name, batch), rows in lines.items():
+        style = {
+            "color": colors[name],
+            "marker": "o" if batch == 1 else "s",
+            "linestyle": "-" if batch == 1 else "--",
+            "label": f"{name}, batch {batch}",
+        }
+        contexts = [row["context"] for row in rows]
+        left.plot(contexts, [row["tokens_per_second"] for row in rows], **style)
+        right.plot(contexts, [row["state_bytes"] / 1e6 for row in rows], **style)
+    left.set_ylabel("tokens per second")
+    right.set_ylabel("state, MB")
+    for axes in (left, right):
+        axes.set_xlabel("tokens read before")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+    left.legend(fontsize="small")
+    _save(figure, path)
 
 
 def plot_scaling(result: dict[str, Any], path: Path) -> None:

@@ -1,0 +1,115 @@
+"""`tvq bench decode` measures, tells what failed, and draws; no time is tested."""
+
+import json
+
+import pytest
+import torch
+from helpers import tiny_config
+
+from transformer_vq.bench import decode
+from transformer_vq.bench.cells import alone, machine, peak_bytes
+from transformer_vq.bench.decode import Cell, measure
+from transformer_vq.bench.plots import plot_record
+from transformer_vq.cli import main
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _few_steps(monkeypatch):
+    monkeypatch.setattr(decode, "ROUNDS", 1)
+    monkeypatch.setattr(decode, "STEPS", dict.fromkeys(decode.STEPS, 2))
+
+
+@pytest.mark.parametrize("kind", ["full", "gpt2"])
+def test_states_of_the_baselines_grow_with_the_context(kind):
+    config = tiny_config()
+    rows = [measure(config, Cell(kind, n, 2), CPU) for n in (8, 16)]
+    keys = [decode.state_bytes(config, Cell(kind, n, 2)) for n in (8, 16)]
+    assert keys[1] == 2 * keys[0]
+    for row, want in zip(rows, keys, strict=True):
+        assert want <= row["state_bytes"] < want + 500  # and where each row stands
+        assert row["tokens_per_second"] == pytest.approx(2e3 / row["ms_per_step"])
+
+
+def test_the_state_with_quantized_keys_does_not():
+    short, long = (measure(tiny_config(), Cell("vq", n, 3), CPU) for n in (8, 5000))
+    assert short["state_bytes"] == long["state_bytes"] > 0
+
+
+def test_the_gpt2_beside_it_is_of_the_same_size():
+    from transformer_vq.presets import PRESETS
+
+    for name in ("small", "enwik8-190m"):
+        config = PRESETS[name].model
+        width, n_layer = decode._gpt2_shape(config)
+        assert 12 * n_layer * width**2 == pytest.approx(decode.n_parameters(config), rel=0.15)
+
+
+def test_the_command_measures_tells_and_draws(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(decode, "alone", lambda f, *args, memory_gb: f(*args))
+    out = tmp_path / "decode.json"
+    options = ["--preset", "tiny", "--contexts", "8", "20", "--batches", "1", "--kinds", "vq"]
+    main(["bench", "decode", *options, "--prefills", "30", "--out", str(out), "--json"])
+    *table, last = capsys.readouterr().out.splitlines()
+    result = json.loads(out.read_text())
+    assert json.loads(last) == result
+    assert "\n".join(table) == decode.table(result)
+    assert [row["context"] for row in result["decode"]] == [8, 20]
+    assert result["reading"][0]["peak_bytes"] >= result["reading"][0]["before_bytes"] > 0
+    assert result["machine"]["torch"] == torch.__version__
+    plot_record(result, tmp_path / "decode.png")
+    assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_state_that_cannot_fit_is_reported_and_not_tried():
+    result = decode.run(
+        tiny_config(), contexts=[10**9], batches=[1], kinds=["full"], prefills=[], memory_gb=1.0
+    )
+    assert "GB" in result["decode"][0]["failed"]
+    assert "a state of" in decode.table(result)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["nothing"], "there is no benchmark 'nothing'"),
+        (["decod"], "did you mean decode?"),
+        (["decode", "--contexts", "0"], "--contexts"),
+        (["decode", "--preset", "smal"], "did you mean small?"),
+    ],
+)
+def test_a_mistake_is_one_line(options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *options])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def _work(how: str) -> dict[str, int]:
+    if how == "mistake":
+        raise ValueError("a mistake")
+    if how == "memory":
+        torch.zeros(8 * 10**9)
+    if how == "dies":
+        raise SystemExit(3)
+    return {"peak": peak_bytes()}
+
+
+def test_a_process_of_its_own_tells_what_became_of_it():
+    held = torch.ones(2 * 10**7)  # 80 MB that are this process's, not the other's
+    here = peak_bytes()
+    assert here > held.numel() * 4
+    assert 0 < alone(_work, "well")["peak"] < here
+    assert alone(_work, "memory", memory_gb=4) == {"failed": "out of memory"}
+    assert alone(_work, "dies") == {"failed": "exit status 3"}
+    with pytest.raises(ValueError, match="a mistake"):
+        alone(_work, "mistake")
+
+
+def test_the_machine_is_named():
+    facts = machine()
+    assert facts["cores"] >= 1
+    assert facts["processor"]

@@ -1,0 +1,145 @@
+"""What every benchmark needs: a process of its own per measurement, and what machine it was."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import platform
+import resource
+import subprocess
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Measure = Callable[..., dict[str, Any]]
+
+
+def alone(measure: Measure, *arguments: Any, memory_gb: float | None = None) -> dict[str, Any]:
+    """Call `measure` in a fresh process, so that its peak memory is its own.
+
+    Returns what it returns, or {"failed": why} if memory did not suffice or the process died;
+    mistakes (ValueError) are raised here. memory_gb: how much it may allocate on the host.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(
+        target=_child, args=(sender, measure, arguments, memory_gb), daemon=True
+    )
+    process.start()
+    sender.close()
+    try:
+        result = receiver.recv()
+    except EOFError:
+        process.join()
+        killed = process.exitcode == -9
+        result = {"failed": "killed" if killed else f"exit status {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+    if isinstance(result, ValueError):
+        raise result
+    return result
+
+
+def _child(
+    sender: Connection, measure: Measure, arguments: tuple[Any, ...], memory_gb: float | None
+) -> None:
+    result: dict[str, Any] | ValueError
+    try:
+        if memory_gb is not None:
+            limit = int(memory_gb * 1e9)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        result = measure(*arguments)
+    except ValueError as error:
+        result = error
+    except KeyboardInterrupt:
+        return  # the parent tells of it
+    except (MemoryError, torch.OutOfMemoryError):
+        result = {"failed": "out of memory"}
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        result = {"failed": "out of memory"}
+    sender.send(result)
+
+
+def peak_bytes(device: torch.device | None = None) -> int:
+    """The most memory this process has had: on the GPU if it works on one, else resident."""
+    if device is not None and device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        # Not getrusage, whose peak includes that of the process from which this one was forked.
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    except (OSError, IndexError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def best_seconds(
+    step: Callable[[], object], rounds: int, steps: int, device: torch.device | None = None
+) -> float:
+    """Seconds of one step: the best of some rounds after a warm-up."""
+    for _ in range(max(2, steps // 8)):
+        step()
+    seconds = []
+    for _ in range(rounds):
+        synchronize(device)
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        synchronize(device)
+        seconds.append((time.perf_counter() - start) / steps)
+    return min(seconds)
+
+
+def synchronize(device: torch.device | None) -> None:
+    """Wait until a GPU has done what it was told."""
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def machine(device: torch.device | None = None) -> dict[str, Any]:
+    """What the figures were measured on, with which versions and at which commit."""
+    gpu = device is not None and device.type == "cuda"
+    return {
+        "processor": torch.cuda.get_device_name(device) if gpu else _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformer_vq": _version(),
+        "commit": _commit(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version() -> str | None:
+    try:
+        return version("transformer-vq")
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the checkout this package is run from; None if it was installed."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() or None

@@ -18,13 +18,13 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _few_steps(monkeypatch):
     monkeypatch.setattr(decode, "ROUNDS", 1)
-    monkeypatch.setattr(decode, "STEPS", dict.fromkeys(decode.STEPS, 2))
+    monkeypatch.setattr(decode, "MAX_STEPS", 2)
 
 
 @pytest.mark.parametrize("kind", ["full", "gpt2"])
-def test_states_of_the_baselines_grow_with_the_context(kind):
+def test_states_of_the_baselines_grow_with_the_context(kind, tmp_path):
     config = tiny_config()
-    rows = [measure(config, Cell(kind, n, 2), CPU) for n in (8, 16)]
+    rows = [measure(config, Cell(kind, n, 2), CPU, tmp_path) for n in (8, 16)]
     keys = [decode.state_bytes(config, Cell(kind, n, 2)) for n in (8, 16)]
     assert keys[1] == 2 * keys[0]
     for row, want in zip(rows, keys, strict=True):
@@ -32,8 +32,8 @@ def test_states_of_the_baselines_grow_with_the_context(kind):
         assert row["tokens_per_second"] == pytest.approx(2e3 / row["ms_per_step"])
 
 
-def test_the_state_with_quantized_keys_does_not():
-    short, long = (measure(tiny_config(), Cell("vq", n, 3), CPU) for n in (8, 5000))
+def test_the_state_with_quantized_keys_does_not(tmp_path):
+    short, long = (measure(tiny_config(), Cell("vq", n, 3), CPU, tmp_path) for n in (8, 5000))
     assert short["state_bytes"] == long["state_bytes"] > 0
 
 

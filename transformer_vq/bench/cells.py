@@ -82,20 +82,29 @@ def peak_bytes(device: torch.device | None = None) -> int:
 
 
 def best_seconds(
-    step: Callable[[], object], rounds: int, steps: int, device: torch.device | None = None
+    step: Callable[[], object],
+    *,
+    rounds: int,
+    max_steps: int,
+    seconds: float = 0.5,
+    device: torch.device | None = None,
 ) -> float:
-    """Seconds of one step: the best of some rounds after a warm-up."""
-    for _ in range(max(2, steps // 8)):
-        step()
-    seconds = []
-    for _ in range(rounds):
+    """Seconds of one step: the best of some rounds after a warm-up of two steps.
+
+    A round has as many steps as fit into `seconds`, but at least one and at most `max_steps`.
+    """
+
+    def time_steps(n: int) -> float:
         synchronize(device)
         start = time.perf_counter()
-        for _ in range(steps):
+        for _ in range(n):
             step()
         synchronize(device)
-        seconds.append((time.perf_counter() - start) / steps)
-    return min(seconds)
+        return (time.perf_counter() - start) / n
+
+    time_steps(1)
+    n_steps = max(1, min(max_steps, int(seconds / time_steps(1))))
+    return min(time_steps(n_steps) for _ in range(rounds))
 
 
 def synchronize(device: torch.device | None) -> None:

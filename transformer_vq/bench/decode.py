@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -22,10 +24,11 @@ from transformer_vq.nn.decoder import Decoder
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.ops.state import AttentionState
 from transformer_vq.progress import progress_bar
+from transformer_vq.snapshot import load_context, save_context
 
 Kind = Literal["vq", "full", "gpt2"]
 ROUNDS = 5
-STEPS = {"vq": 64, "full": 16, "gpt2": 16}
+MAX_STEPS = 64  # of a round
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,15 @@ def run(
     if compiled and "vq" in kinds:
         cells += [Cell("vq", n, b, compiled=True) for b in batches for n in contexts]
     rows, reading = [], []
-    with progress_bar("decoding", len(cells) + len(prefills), "cells") as advance:
+    with (
+        TemporaryDirectory() as folder,
+        progress_bar("decoding", len(cells) + len(prefills), "cells") as advance,
+    ):
         for cell in cells:
             if (needed := state_bytes(config, cell)) > 0.8e9 * memory_gb:
                 row: dict[str, Any] = {"failed": f"a state of {needed / 1e9:.0f} GB"}
             else:
-                row = alone(measure, config, cell, device, memory_gb=memory_gb)
+                row = alone(measure, config, cell, device, Path(folder), memory_gb=memory_gb)
             rows.append(asdict(cell) | row)
             advance(1, note=f"{cell.kind}, {cell.context:,} tokens, batch {cell.batch}")
         for n_tokens in prefills:
@@ -81,14 +87,19 @@ def run(
     return facts | {"decode": rows, "reading": reading}
 
 
-def measure(config: ModelConfig, cell: Cell, device: torch.device) -> dict[str, Any]:
-    """Time of a step at one context, and the size of the state there."""
+def measure(config: ModelConfig, cell: Cell, device: torch.device, folder: Path) -> dict[str, Any]:
+    """Time of a step at one context, and the size of the state there.
+
+    folder: where what the model has read is found, or written if it is not there yet.
+    """
     torch.manual_seed(0)
-    steps = STEPS[cell.kind]
+    room = 2 + ROUNDS * MAX_STEPS
     with torch.device(device):
-        prepare = _prepare_gpt2 if cell.kind == "gpt2" else _prepare
-        prepared = prepare(config, cell, (ROUNDS + 1) * steps)
-        seconds = best_seconds(prepared.step, ROUNDS, steps, device)
+        if cell.kind == "gpt2":
+            prepared = _prepare_gpt2(config, cell, room)
+        else:
+            prepared = _prepare(config, cell, room, folder)
+        seconds = best_seconds(prepared.step, rounds=ROUNDS, max_steps=MAX_STEPS, device=device)
     return {
         "ms_per_step": 1e3 * seconds,
         "tokens_per_second": cell.batch / seconds,
@@ -149,14 +160,17 @@ def state_bytes(config: ModelConfig, cell: Cell) -> int:
     return 4 * cell.batch * cell.context * widths
 
 
-def _prepare(config: ModelConfig, cell: Cell, n_steps: int) -> Prepared:
+def _prepare(config: ModelConfig, cell: Cell, room: int, folder: Path) -> Prepared:
     model = TransformerVQ(replace(config, attention=cell.kind)).eval()  # type: ignore[arg-type]
     token = torch.randint(config.vocab_size, (cell.batch,))
     if cell.kind == "vq":
-        state = _read(model, cell.context).repeat(cell.batch).state
+        path = folder / f"{cell.context}.safetensors"
+        if not path.exists():
+            save_context(path, model, _read(model, cell.context))
+        state = load_context(path, model).repeat(cell.batch).state
     else:
         state = _random_state(model, cell)
-    decoder = Decoder(model, state, room=n_steps + 1)
+    decoder = Decoder(model, state, room)
     step = torch.compile(decoder.step, fullgraph=True) if cell.compiled else decoder.step
     return Prepared(lambda: step(token), state.n_bytes)
 
@@ -188,7 +202,7 @@ def _gpt2_shape(config: ModelConfig) -> tuple[int, int]:
     return max(round(width / 64), 1) * 64, n_layer
 
 
-def _prepare_gpt2(config: ModelConfig, cell: Cell, n_steps: int) -> Prepared:
+def _prepare_gpt2(config: ModelConfig, cell: Cell, room: int) -> Prepared:
     try:
         from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
     except ImportError:
@@ -196,7 +210,7 @@ def _prepare_gpt2(config: ModelConfig, cell: Cell, n_steps: int) -> Prepared:
     width, n_layer = _gpt2_shape(config)
     settings = GPT2Config(
         vocab_size=config.vocab_size,
-        n_positions=cell.context + n_steps + 1,
+        n_positions=cell.context + room,
         n_embd=width,
         n_layer=n_layer,
         n_head=width // 64,

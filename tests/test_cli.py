@@ -199,6 +199,10 @@ def test_runs_that_are_not_there_or_not_the_same(tmp_path, capsys):
     line = mistake(capsys, "train", "tiny", *options(tmp_path), "--out", run)
     assert "tvq resume" in line
     assert "no checkpoint" in mistake(capsys, "eval", run, "--checkpoint", "77")
+    for option in ("batch-size", "seq-len", "max-tokens"):
+        for size in ("0", "-1"):
+            line = mistake(capsys, "eval", run, f"--{option}", size)
+            assert f"{option.replace('-', '_')}={size}: must be at least 1" in line
     after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"}
     assert after.items() <= before.items()
 

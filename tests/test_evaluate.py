@@ -128,6 +128,14 @@ def test_it_leaves_the_model_as_it_was():
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
+@pytest.mark.parametrize("name", ["seq_len", "window", "batch_size", "max_tokens"])
+@pytest.mark.parametrize("size", [0, -5])
+def test_sizes_below_one_are_refused(name, size):
+    sizes = {"seq_len": 8, name: size}
+    with pytest.raises(ValueError, match=f"^{name}={size}: must be at least 1$"):
+        evaluate(Uniform(8), random_split(40), **sizes)
+
+
 def test_it_can_be_stopped():
     assert evaluate(Uniform(8), random_split(40), seq_len=8, stopped=lambda: True) is None
 

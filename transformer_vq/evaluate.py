@@ -101,6 +101,7 @@ def evaluate(
     change memory and speed, not the result. max_tokens: only the start of the split; bytes and
     words are then taken in proportion. Returns None if `stopped` says so.
     """
+    _check_sizes(seq_len=seq_len, window=window, batch_size=batch_size, max_tokens=max_tokens)
     device = next(model.parameters()).device
     nats = torch.zeros(N_BINS, dtype=torch.float64, device=device)
     count = torch.zeros(N_BINS, dtype=torch.int64, device=device)
@@ -151,6 +152,7 @@ def evaluate_run(
 
     protocols: both by default, for full attention only `windowed`, since its cost grows.
     """
+    _check_sizes(seq_len=seq_len, batch_size=batch_size, max_tokens=max_tokens)
     config = read_config(run)
     model, which = load_model(run, checkpoint)
     model.to(device or torch.device("cpu"))
@@ -162,18 +164,21 @@ def evaluate_run(
     if protocols is None:
         both: tuple[Protocol, ...] = ("windowed", "streaming")
         protocols = both[:1] if config.model.attention == "full" else both
-    seq_len = seq_len or config.train.seq_len
+    train = config.train
+    seq_len = train.seq_len if seq_len is None else seq_len
+    if batch_size is None:
+        batch_size = train.batch_size // max(train.accumulate, 1)
     results = []
     for protocol in protocols:
-        total = min(len(tokens), max_tokens or len(tokens))
+        total = len(tokens) if max_tokens is None else min(len(tokens), max_tokens)
         with progress_bar(f"{split}, {protocol}", total, "tokens") as advance:
             result = evaluate(
                 model,
                 tokens,
                 protocol,
                 seq_len=seq_len,
-                window=min(config.train.backprop_len, 2048),
-                batch_size=batch_size or config.train.batch_size // max(config.train.accumulate, 1),
+                window=min(train.backprop_len, 2048),
+                batch_size=batch_size,
                 precision=precision,
                 max_tokens=max_tokens,
                 advance=advance,
@@ -190,6 +195,12 @@ def evaluate_run(
         "protocols": {result.protocol: result.to_dict() for result in results},
     }
     return facts, results
+
+
+def _check_sizes(**sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise ValueError(f"{name}={size}: must be at least 1")
 
 
 def _contexts(

@@ -22,7 +22,7 @@ from transformer_vq.config import DataConfig
 from transformer_vq.data.batches import Batch, cuts_documents, read_rows
 from transformer_vq.data.corpora import Split, SplitSize, prepare
 from transformer_vq.data.tokenizer import MODEL_FILE
-from transformer_vq.nn.device import matmul_precision
+from transformer_vq.nn.device import evaluating, matmul_precision
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import progress_bar
 
@@ -105,33 +105,28 @@ def evaluate(
     device = next(model.parameters()).device
     nats = torch.zeros(N_BINS, dtype=torch.float64, device=device)
     count = torch.zeros(N_BINS, dtype=torch.int64, device=device)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), matmul_precision(device, precision):
-            state, of_group = None, -1
-            contexts = _contexts(split, protocol, seq_len, max_tokens)
-            for group, n_rows, batch in _windows(split, contexts, batch_size, window):
-                if stopped():
-                    return None
-                if group != of_group:
-                    state, of_group = None, group
-                elif state is not None and n_rows < len(state.position):
-                    state = state.select(torch.arange(n_rows, device=device))
-                batch = batch.map(lambda x: x.to(device))
-                output = model(batch.tokens, state, batch.valid, batch.document_ids)
-                state = output.state
-                losses = F.cross_entropy(
-                    output.logits.flatten(0, 1), batch.targets.flatten(), reduction="none"
-                )
-                valid = batch.valid
-                weight = torch.ones_like(batch.targets) if valid is None else valid.long()
-                bins = (batch.positions + 1).double().log2().floor().long().flatten()
-                nats.index_add_(0, bins, losses.double() * weight.flatten())
-                count.index_add_(0, bins, weight.flatten())
-                advance(batch.n_targets)
-    finally:
-        model.train(was_training)
+    with evaluating(model), matmul_precision(device, precision):
+        state, of_group = None, -1
+        contexts = _contexts(split, protocol, seq_len, max_tokens)
+        for group, n_rows, batch in _windows(split, contexts, batch_size, window):
+            if stopped():
+                return None
+            if group != of_group:
+                state, of_group = None, group
+            elif state is not None and n_rows < len(state.position):
+                state = state.select(torch.arange(n_rows, device=device))
+            batch = batch.map(lambda x: x.to(device))
+            output = model(batch.tokens, state, batch.valid, batch.document_ids)
+            state = output.state
+            losses = F.cross_entropy(
+                output.logits.flatten(0, 1), batch.targets.flatten(), reduction="none"
+            )
+            valid = batch.valid
+            weight = torch.ones_like(batch.targets) if valid is None else valid.long()
+            bins = (batch.positions + 1).double().log2().floor().long().flatten()
+            nats.index_add_(0, bins, losses.double() * weight.flatten())
+            count.index_add_(0, bins, weight.flatten())
+            advance(batch.n_targets)
     return _summary(protocol, nats.tolist(), count.tolist(), split.size)
 
 

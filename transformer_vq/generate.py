@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from transformer_vq.nn.decoder import Decoder
+from transformer_vq.nn.device import evaluating
 from transformer_vq.nn.model import ModelState, TransformerVQ
 
 SEGMENT = 2048  # tokens of a prompt read at a time: memory does not depend on its length
@@ -87,7 +87,7 @@ def read_prompts(
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
     state = model.init_state(len(prompts)) if context is None else context.state
-    with _evaluating(model):
+    with evaluating(model):
         for start in range(0, longest, SEGMENT):
             stop = min(start + SEGMENT, longest)
             tokens, valid = _segment(prompts, start, stop, longest)
@@ -161,18 +161,6 @@ def _stream(
         if all(done) or number + 1 == max_new_tokens:
             return
         logits = step(tokens)
-
-
-@contextmanager
-def _evaluating(model: TransformerVQ) -> Iterator[None]:
-    """Without dropout and gradients; afterwards the model is in the mode it was in."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
 
 
 def generate(

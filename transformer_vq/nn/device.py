@@ -1,11 +1,13 @@
-"""Where and in which precision a model works."""
+"""Where, in which precision and in which mode a model works."""
 
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch import nn
 
 
 def find_device(name: str = "auto") -> torch.device:
@@ -34,3 +36,15 @@ def matmul_precision(device: torch.device, precision: str) -> AbstractContextMan
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients; afterwards the model is in the mode it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)

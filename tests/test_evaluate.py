@@ -15,7 +15,7 @@ from transformer_vq import TransformerVQ
 from transformer_vq.checkpoint import load_model
 from transformer_vq.data.corpora import Split, SplitSize
 from transformer_vq.data.tokenizer import load_tokenizer
-from transformer_vq.evaluate import evaluate, evaluate_run
+from transformer_vq.evaluate import evaluate, evaluate_run, position_bin
 from transformer_vq.training.runs import train
 
 
@@ -66,6 +66,12 @@ def test_ten_tokens_by_hand():
         (1, 2, 5),
         (3, 6, 2),
     ]
+
+
+def test_bins_are_bit_lengths():
+    edges = sorted({2**i + d for i in range(53) for d in (-1, 0, 1)} - {0})
+    got = position_bin(torch.tensor(edges[:-1]) - 1)
+    assert got.tolist() == [n.bit_length() - 1 for n in edges[:-1]]
 
 
 def test_without_words_there_is_no_word_perplexity():

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from transformer_vq.checkpoint import load_model, read_config
 from transformer_vq.config import DataConfig
@@ -123,11 +124,16 @@ def evaluate(
             )
             valid = batch.valid
             weight = torch.ones_like(batch.targets) if valid is None else valid.long()
-            bins = (batch.positions + 1).double().log2().floor().long().flatten()
+            bins = position_bin(batch.positions).flatten()
             nats.index_add_(0, bins, losses.double() * weight.flatten())
             count.index_add_(0, bins, weight.flatten())
             advance(batch.n_targets)
     return _summary(protocol, nats.tolist(), count.tolist(), split.size)
+
+
+def position_bin(positions: Tensor) -> Tensor:
+    """floor(log2(p + 1)), taken from the exponent: a logarithm may round across a power of two."""
+    return (positions + 1).double().frexp().exponent.long() - 1
 
 
 def evaluate_run(

@@ -172,7 +172,19 @@ def test_a_model_of_pictures_draws(tmp_path, capsys):
     data = type(config.data)("pictures", str(folder), cache=config.data.cache)
     train(type(config)(config.model, data, config.optim, config.train), tmp_path / "run")
     out = tmp_path / "drawn.png"
-    arguments = ["--pictures", folder / "0.png", "--keep", 63 / 64, "--seed", 1, "--out", out]
-    assert sampled(capsys, tmp_path / "run", *arguments) == f"{out}\n"
+    arguments = ["--pictures", folder / "0.png", "--keep", 63 / 64, "--seed", 1]
+    assert sampled(capsys, tmp_path / "run", *arguments, "--out", out) == f"{out}\n"
     with Image.open(out) as picture:
         assert picture.size == (256, 256)
+
+    # Without --out the picture lies in the run, where the last one is replaced; no other file is.
+    default = tmp_path / "run" / "samples.png"
+    default.write_bytes(b"the one before")
+    assert sampled(capsys, tmp_path / "run", *arguments) == f"{default}\n"
+    assert default.read_bytes() == out.read_bytes()
+    before = out.stat().st_mtime_ns
+    with pytest.raises(SystemExit) as stop:
+        main(["sample", str(tmp_path / "run"), *map(str, arguments), "--out", str(out)])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"tvq: {out} exists; choose another --out\n"
+    assert out.stat().st_mtime_ns == before

@@ -90,6 +90,10 @@ def sample(arguments: list[str]) -> None:
     model, _ = load_model(run, command.checkpoint)
     model.to(find_device(command.device))
     if config.data.dataset in ("imagenet64", "pictures"):
+        default = run / "samples.png"
+        out = default if command.out is None else command.out
+        if out != default and out.exists():
+            raise UsageError(f"{out} exists; choose another --out")
         drawn = sample_pictures(
             model,
             load_tokenizer(run).bos,
@@ -100,9 +104,9 @@ def sample(arguments: list[str]) -> None:
             seed=command.seed,
             compiled=command.compile,
         )
-        save_grid(drawn, command.out)
-        print(command.out)
-        _print_json({"run": str(run), "picture": str(command.out)}, command.json)
+        save_grid(drawn, out)
+        print(out)
+        _print_json({"run": str(run), "picture": str(out)}, command.json)
         return
     texts = _sample_text(command, model, load_tokenizer(run), sampling)
     _print_json({"run": str(run), "texts": texts}, command.json)

@@ -68,7 +68,7 @@ class Sample:
     prompt: str | None = None
     """Text to go on from; without any prompt a document is begun."""
     prompt_file: Path | None = None
-    """File with the text to go on from, however long; constant memory."""
+    """File with the text to go on from, however long: the model reads it in constant memory."""
     tokens: int = 500
     """How many tokens to write."""
     temperature: float = 1.0
@@ -91,8 +91,9 @@ class Sample:
     """For runs on pictures: complete the lower part of these."""
     keep: float = 0.5
     """The upper part of given pictures that is kept."""
-    out: Path = Path("samples.png")
-    """For runs on pictures: the PNG to write."""
+    out: Path | None = None
+    """For runs on pictures: the PNG to write, a new file; RUN/samples.png by default, which takes
+    the place of the one before."""
     checkpoint: str = "best"
     """best, last, or the number of a step."""
     compile: bool = False

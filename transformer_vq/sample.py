@@ -12,6 +12,7 @@ from transformer_vq.data.images import N_TOKENS, SIDE, to_pictures, to_tokens
 from transformer_vq.data.pictures import decode
 from transformer_vq.data.source import DataError
 from transformer_vq.data.tokenizer import Tokenizer
+from transformer_vq.files import written_whole
 from transformer_vq.generate import Context, Sampling, read_prompts, stream
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import progress_bar
@@ -149,4 +150,5 @@ def save_grid(pictures: np.ndarray, path: Path, scale: int = 4) -> None:
         y, x = divmod(i, columns)
         grid[y * height : (y + 1) * height, x * width : (x + 1) * width] = picture
     grid = grid.repeat(scale, 0).repeat(scale, 1)
-    Image.fromarray(grid).save(path)
+    with written_whole(path) as partial:
+        Image.fromarray(grid).save(partial, format="PNG")

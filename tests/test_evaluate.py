@@ -12,9 +12,9 @@ from helpers import tiny_config, tiny_run
 from torch import nn
 
 from transformer_vq import TransformerVQ
-from transformer_vq.checkpoint import load_model
-from transformer_vq.data.corpora import Split, SplitSize
-from transformer_vq.data.tokenizer import load_tokenizer
+from transformer_vq.checkpoint import load_model, read_config
+from transformer_vq.data.corpora import Split, SplitSize, prepare
+from transformer_vq.data.tokenizer import MODEL_FILE, load_tokenizer
 from transformer_vq.evaluate import evaluate, evaluate_run, position_bin
 from transformer_vq.training.runs import train
 
@@ -161,21 +161,32 @@ def test_a_run_is_evaluated_on_its_own_data_and_on_others(tmp_path):
         evaluate_run(tmp_path / "run", split="dev")
 
 
-def test_word_perplexity_of_books_by_hand(tmp_path):
-    sentences = ["It was the best of times,", "it was the worst of times.", "Call me Ishmael."]
+def write_books(folder, sentences):
     generator = random.Random(0)
     for name in ("train", "validation", "test"):
-        (tmp_path / name).mkdir()
+        (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(2):
             text = "\r\n".join(generator.choices(sentences, k=60))
-            (tmp_path / name / f"{number}.txt").write_bytes(text.encode())
+            (folder / name / f"{number}.txt").write_bytes(text.encode())
+
+
+def train_on_books(tmp_path):
+    """A run of one update on books in `tmp_path`, with a learned vocabulary."""
+    write_books(
+        tmp_path, ["It was the best of times,", "it was the worst of times.", "Call me Ishmael."]
+    )
     config = tiny_run(tmp_path, model={"vocab_size": 300}, train={"steps": 1})
     config = replace(config, data=replace(config.data, dataset="pg19", path=str(tmp_path)))
     train(config, tmp_path / "run")
-    _, (windowed, streaming) = evaluate_run(tmp_path / "run")
+    return tmp_path / "run"
 
-    tokenizer = load_tokenizer(tmp_path / "run")
-    model, _ = load_model(tmp_path / "run")
+
+def test_word_perplexity_of_books_by_hand(tmp_path):
+    run = train_on_books(tmp_path)
+    _, (windowed, streaming) = evaluate_run(run)
+
+    tokenizer = load_tokenizer(run)
+    model, _ = load_model(run)
     model.eval()
     nats = words = 0.0
     for path in sorted((tmp_path / "test").iterdir()):
@@ -187,3 +198,26 @@ def test_word_perplexity_of_books_by_hand(tmp_path):
     assert streaming.word_perplexity == pytest.approx(math.exp(nats / words), rel=1e-4)
     assert windowed.words == words
     assert windowed.nats != streaming.nats
+
+
+def test_books_in_another_vocabulary_are_refused(tmp_path):
+    run = train_on_books(tmp_path)
+    own = read_config(run).data
+    elsewhere = tmp_path / "elsewhere"
+    write_books(elsewhere, ["Happy families are all alike;", "every unhappy family is unhappy."])
+    other = replace(own, path=str(elsewhere))
+
+    # Other books are read with the run's vocabulary, unless another one is asked for.
+    mended = replace(other, tokenizer=str(run / MODEL_FILE))
+    assert evaluate_run(run, data=other) == evaluate_run(run, data=mended)
+    learned = prepare(other, 300).folder / MODEL_FILE
+    wrong = replace(other, tokenizer=str(learned))
+    says = f"not in the vocabulary of {run}.*--data.tokenizer {run / MODEL_FILE}$"
+    with pytest.raises(ValueError, match=says):
+        evaluate_run(run, data=wrong)
+
+    # From its own books, once they have changed, another vocabulary would be learned.
+    write_books(tmp_path, ["Happy families are all alike;", "every unhappy family is unhappy."])
+    with pytest.raises(ValueError, match=says):
+        evaluate_run(run)
+    evaluate_run(run, data=replace(own, tokenizer=str(run / MODEL_FILE)))

@@ -158,9 +158,15 @@ def evaluate_run(
     model, which = load_model(run, checkpoint)
     model.to(device or torch.device("cpu"))
     data = config.data if data is None else data
-    if (run / MODEL_FILE).is_file():  # other data are read with the run's own vocabulary
-        data = data if data == config.data else replace(data, tokenizer=str(run / MODEL_FILE))
+    vocabulary = run / MODEL_FILE
+    if vocabulary.is_file() and data != config.data and data.tokenizer == config.data.tokenizer:
+        data = replace(data, tokenizer=str(vocabulary))  # other data in the run's own pieces
     corpus = prepare(data, config.model.vocab_size)
+    if vocabulary.is_file() and not _same_file(vocabulary, corpus.folder / MODEL_FILE):
+        raise ValueError(
+            f"these data are not in the vocabulary of {run}; give books (--data.dataset pg19) and "
+            f"--data.tokenizer {vocabulary}"
+        )
     tokens = corpus.split(split)
     if protocols is None:
         both: tuple[Protocol, ...] = ("windowed", "streaming")
@@ -196,6 +202,10 @@ def evaluate_run(
         "protocols": {result.protocol: result.to_dict() for result in results},
     }
     return facts, results
+
+
+def _same_file(a: Path, b: Path) -> bool:
+    return b.is_file() and a.read_bytes() == b.read_bytes()
 
 
 def _check_sizes(**sizes: int | None) -> None:

@@ -72,6 +72,33 @@ def test_a_run_leaves_all_its_files(tmp_path):
     assert [path.name for path in run.iterdir() if "partial" in path.name] == []
 
 
+def test_codebooks_are_looked_at_only_when_it_is_logged(tmp_path, monkeypatch):
+    steps, notes = [], []
+    health, update = loop._health, loop.Sitting._update
+
+    def counted(seen):
+        steps.append(len(notes) + 1)
+        return health(seen)
+
+    def noted(self, log):
+        notes.append(update(self, log))
+        return notes[-1]
+
+    monkeypatch.setattr(loop, "_health", counted)
+    monkeypatch.setattr(loop.Sitting, "_update", noted)
+    train(tiny_run(tmp_path, train={"log_every": 4}), tmp_path / "run")
+    assert steps == [4, 8]
+    shares = {
+        row["step"]: f"{row['share_in_use']:.0%} of codes in use"
+        for row in read_metrics(tmp_path / "run")
+        if row["kind"] == "train"
+    }
+    # The note keeps what was last known.
+    assert all("codes" not in note for note in notes[:3])
+    assert all(note.endswith(shares[4]) for note in notes[3:7])
+    assert all(note.endswith(shares[8]) for note in notes[7:])
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_resuming_twice_gives_the_same_losses(tmp_path, monkeypatch, number):
     config = tiny_run(tmp_path, model={"p_droplyr": 0.3})

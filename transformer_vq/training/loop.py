@@ -54,6 +54,7 @@ class Sitting:
         self.trainer = trainer
         self.step = self.saved_at = self.validated_at = 0
         self.best_loss = math.inf
+        self._codes_note = ""
 
     def go(self) -> Result:
         train = self.config.train
@@ -90,8 +91,10 @@ class Sitting:
             self.trainer.carried = []  # nothing is carried into new sequences
         bits = update.nats_per_token * self._bits_per_byte("train")
         seconds = time.perf_counter() - start
-        health = _health(update)
         if self.step % self.config.train.log_every == 0:
+            health = _health(update)  # on a GPU it waits for the device: not at every update
+            if health:
+                self._codes_note = f", {health['share_in_use']:.0%} of codes in use"
             log.write(
                 "train",
                 self.step,
@@ -105,10 +108,7 @@ class Sitting:
                 tokens_per_second=update.tokens / seconds,
                 **health,
             )
-        note = f"{bits:.3f} bits/byte, {update.tokens / seconds:,.0f} tokens/s"
-        if health:
-            note += f", {health['share_in_use']:.0%} of codes in use"
-        return note
+        return f"{bits:.3f} bits/byte, {update.tokens / seconds:,.0f} tokens/s{self._codes_note}"
 
     def _validate(self, log: MetricsLog, stop: StopRequest) -> None:
         """Score the validation split; keep the model if it is the best so far."""

@@ -28,7 +28,8 @@ class Train:
 class Resume:
     """Go on with a run from its newest checkpoint, bit for bit as if it had not been interrupted.
 
-    Options may change what no update depends on, such as train.save-every or train.device.
+    Options may change what does not make it another run, such as train.save-every; train.device,
+    train.recompute and train.compile may then change the last bits.
     """
 
     run: Flat

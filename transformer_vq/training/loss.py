@@ -1,4 +1,4 @@
-"""The training loss: cross-entropy of the next token plus the commitment of keys to their codes."""
+"""Cross-entropy of the next token; the step adds the commitment of keys to their codes."""
 
 from __future__ import annotations
 

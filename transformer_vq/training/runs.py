@@ -29,7 +29,8 @@ from transformer_vq.training.step import Trainer
 
 USABLE_MEMORY = 0.7  # the part of a device that a run may plan with
 
-# What may change between two sittings of a run, because no update depends on it.
+# What may change between two sittings of a run without making it another one. device, recompute
+# and compile may change the last bits of an update; the others touch none.
 FREE_FIELDS = {
     *("data.path", "data.cache", "train.device", "train.recompute", "train.compile"),
     *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),

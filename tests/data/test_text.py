@@ -181,7 +181,6 @@ def test_the_order_of_files_depends_on_their_names_alone(tmp_path):
     assert [f.name for f in here] != names
 
 
-@pytest.mark.skipif(os.name != "posix", reason="names are bytes on POSIX only")
 def test_names_that_are_no_utf8_have_a_place_in_the_order(tmp_path):
     odd = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9"))
     odd.write_text("x" * 60)

@@ -105,10 +105,10 @@ def test_full_attention_decodes_within_its_room(head_type, n_prompt):
     state = model(tokens[:, :n_prompt]).state if n_prompt else model.init_state(2)
     decoder = Decoder(model, state, room=10)
     got = torch.stack([decoder.step(tokens[:, i]) for i in range(n_prompt, n_prompt + 10)], 1)
-    assert_close("logits", got, model(tokens).logits[:, n_prompt:], 1e-10)
+    assert_close("logits", got, model(tokens).logits[:, n_prompt:], 1e-12)
     more = torch.randint(17, (2, 3))
     want = model(torch.cat([tokens, more], 1)).logits[:, -3:]
-    assert_close("later", model(more, decoder.state()).logits, want, 1e-10)
+    assert_close("later", model(more, decoder.state()).logits, want, 1e-12)
     with pytest.raises(ValueError, match="no room for token"):
         decoder.step(tokens[:, 0])
 
@@ -120,4 +120,4 @@ def test_rows_of_full_attention_may_stand_at_different_positions():
     valid[1, :8] = False
     decoder = Decoder(model, model(tokens[:, :10], valid=valid).state, room=10)
     got = torch.stack([decoder.step(tokens[:, i]) for i in range(10, 20)], 1)
-    assert_close("row 1", got[1], model(tokens[1:, 8:]).logits[0, 2:], 1e-10)
+    assert_close("row 1", got[1], model(tokens[1:, 8:]).logits[0, 2:], 1e-12)

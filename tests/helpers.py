@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 from transformer_vq import ModelConfig
 from transformer_vq.config import DataConfig, OptimConfig, RunConfig, TrainConfig
+from transformer_vq.data.batches import Batch
 from transformer_vq.ops.quadratic import Phi, quadratic_vq_attention
 from transformer_vq.ops.state import AttentionState
+from transformer_vq.training.metrics import read_metrics
+from transformer_vq.training.step import Trainer, Update
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -195,3 +201,20 @@ def tiny_run(folder: Path, **changes: dict[str, object]) -> RunConfig:
         ),
         train=replace(train, **changes.get("train", {})),
     )
+
+
+def losses(run: Path) -> list[tuple[str, int, float]]:
+    """(kind, step, loss) of every row: what must not depend on interruptions."""
+    return [(row["kind"], row["step"], row["nats_per_token"]) for row in read_metrics(run)]
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, n: int, number: int = signal.SIGINT) -> None:
+    """Send a signal to this process while update n is at work."""
+    update = Trainer.update
+
+    def and_signal(self: Trainer, batch: Batch, step: int, begins: bool) -> Update:
+        if step == n:
+            os.kill(os.getpid(), number)
+        return update(self, batch, step, begins)
+
+    monkeypatch.setattr(Trainer, "update", and_signal)

@@ -1,0 +1,187 @@
+"""Resuming: exactly where a run was stopped or killed, and only as the same run."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import interrupt_after, losses, tiny_run
+
+from transformer_vq.checkpoint import (
+    CheckpointError,
+    checkpoint_steps,
+    load_model,
+    locked,
+    read_config,
+)
+from transformer_vq.files import write_json
+from transformer_vq.training import loop
+from transformer_vq.training.metrics import read_metrics
+from transformer_vq.training.runs import resume, train
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_resuming_twice_gives_the_same_losses(tmp_path, monkeypatch, number):
+    config = tiny_run(tmp_path, model={"p_droplyr": 0.3})
+    train(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 1, number)
+        result = train(config, tmp_path / "cut")
+    assert (result.step, result.finished, result.stopped_by) == (2, False, number)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 6, number)
+        assert resume(tmp_path / "cut").step == 7
+    assert resume(tmp_path / "cut").finished
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    whole = load_model(tmp_path / "whole", "last")[0].state_dict()
+    for name, x in load_model(tmp_path / "cut", "last")[0].state_dict().items():
+        assert torch.equal(x, whole[name]), name
+
+
+def test_a_signal_during_validation_does_not_wait_for_it_and_loses_nothing(tmp_path, monkeypatch):
+    config = tiny_run(tmp_path)
+    train(config, tmp_path / "whole")
+    evaluate = loop.evaluate
+
+    def signalled(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluate", signalled)
+        result = train(config, tmp_path / "cut")
+    assert (result.step, result.finished) == (4, False)
+    assert all(kind == "train" for kind, _, _ in losses(tmp_path / "cut"))
+    assert resume(tmp_path / "cut").finished
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"optim": {"optimizer": "adafactor"}}, {"model": {"attention": "full"}}, {}],
+)
+def test_other_optimizers_and_full_attention_resume_exactly_too(tmp_path, monkeypatch, changes):
+    config = tiny_run(tmp_path, **changes, train={"accumulate": 2, "batch_size": 2})
+    train(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 4)
+        train(config, tmp_path / "cut")
+    resume(tmp_path / "cut")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_killed_at_a_random_moment_and_resumed_twice(tmp_path):
+    config = tiny_run(tmp_path, train={"steps": 60, "save_every": 7, "eval_every": 10})
+    train(config, tmp_path / "whole")
+    run = tmp_path / "killed"
+    program = (
+        "import json, sys; from pathlib import Path; import torch\n"
+        "from transformer_vq.config import RunConfig\n"
+        "from transformer_vq.training.runs import resume, train\n"
+        "torch.use_deterministic_algorithms(True)\n"
+        "run = Path(sys.argv[1])\n"
+        "if (run / 'config.json').exists(): resume(run)\n"
+        "else: train(RunConfig.from_dict(json.loads(sys.argv[2])), run)\n"
+    )
+    command = [sys.executable, "-c", program, str(run), json.dumps(config.to_dict())]
+    generator = random.Random(int.from_bytes(os.urandom(4)))
+    for _ in range(2):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        seen = len(read_metrics(run)) if run.exists() else 0
+        deadline = time.monotonic() + 60
+        while len(read_metrics(run)) < seen + 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(generator.random() * 0.3)
+        process.kill()
+        process.wait()
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=120)
+    assert losses(run) == losses(tmp_path / "whole")
+
+
+def test_a_run_without_a_checkpoint_begins_again(tmp_path):
+    config = tiny_run(tmp_path)
+    train(config, tmp_path / "whole")
+    run = tmp_path / "begun"
+    run.mkdir()
+    write_json(run / "config.json", config.to_dict())
+    (run / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "nats_per_token": 9.0}\n{"ki')
+    assert resume(run).finished
+    assert losses(run) == losses(tmp_path / "whole")
+
+
+def test_a_resume_with_another_config_names_what_differs(tmp_path):
+    config = tiny_run(tmp_path, train={"steps": 3})
+    train(config, tmp_path / "run")
+    other = replace(
+        config, model=replace(config.model, n_code=9), optim=replace(config.optim, lr=1.0)
+    )
+    with pytest.raises(
+        CheckpointError, match=r"model.n_code \(7 -> 9\), optim.lr \(0.001 -> 1.0\)"
+    ):
+        resume(tmp_path / "run", other)
+    # A config.json that was changed by hand is found out by the checkpoint.
+    write_json(tmp_path / "run" / "config.json", other.to_dict())
+    with pytest.raises(CheckpointError, match=r"model\.n_code"):
+        resume(tmp_path / "run")
+
+
+def test_what_no_update_depends_on_may_change(tmp_path, monkeypatch):
+    config = tiny_run(tmp_path)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 4)
+        train(config, tmp_path / "run")
+    resume(tmp_path / "run", replace(config, train=replace(config.train, keep=1, recompute=True)))
+    assert checkpoint_steps(tmp_path / "run") == [10]
+    assert read_config(tmp_path / "run").train.keep == 1
+
+
+def test_changed_data_are_noticed(tmp_path):
+    config = tiny_run(tmp_path, train={"steps": 3})
+    train(config, tmp_path / "run")
+    (Path(config.data.path) / "0.txt").write_text("other words " * 200)
+    with pytest.raises(CheckpointError, match=r"data of .* have changed"):
+        resume(tmp_path / "run")
+
+
+def test_data_that_were_only_copied_have_not_changed(tmp_path, monkeypatch):
+    config = tiny_run(tmp_path)
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 4)
+        train(config, tmp_path / "run")
+    shutil.copytree(config.data.path, tmp_path / "copy", copy_function=shutil.copyfile)
+    moved = replace(config, data=replace(config.data, path=str(tmp_path / "copy")))
+    assert resume(tmp_path / "run", moved).finished
+
+
+def test_a_run_can_be_resumed_from_another_folder(tmp_path, monkeypatch):
+    config = tiny_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    relative = replace(config, data=replace(config.data, path="text"))
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 4)
+        train(relative, Path("run"))
+    monkeypatch.chdir("/")
+    assert resume(tmp_path / "run").finished
+
+
+def test_one_process_at_a_time(tmp_path):
+    config = tiny_run(tmp_path, train={"steps": 3})
+    train(config, tmp_path / "run")
+    with locked(tmp_path / "run"), pytest.raises(CheckpointError, match="another process"):
+        resume(tmp_path / "run")
+
+
+def test_a_finished_run_resumes_to_nothing(tmp_path):
+    config = tiny_run(tmp_path, train={"steps": 3})
+    train(config, tmp_path / "run")
+    before = losses(tmp_path / "run")
+    assert resume(tmp_path / "run").finished
+    assert losses(tmp_path / "run") == before

@@ -6,6 +6,7 @@ from transformer_vq.bench import documents, run_main, scaling
 from transformer_vq.bench.equality import differences
 from transformer_vq.bench.plots import plot_scaling
 from transformer_vq.bench.scaling import Cell, measure
+from transformer_vq.files import write_json
 
 SMALL = {"d_model": 32, "n_layer": 1, "repeats": 1}
 
@@ -42,6 +43,15 @@ def test_the_demonstrated_equality_holds():
     found = list(differences(seq_len=50, block_len=8))
     assert len(found) == 12
     assert all(output < 1e-12 and gradients < 1e-12 for _, _, output, gradients in found)
+
+
+def test_a_folder_that_is_not_there_ends_with_one_line(tmp_path, capsys):
+    path = tmp_path / "nowhere" / "result.json"
+    with pytest.raises(SystemExit) as stopped:
+        run_main(lambda: write_json(path, {}))
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(path.parent) in line
 
 
 def test_an_interrupt_ends_with_one_line(capsys):

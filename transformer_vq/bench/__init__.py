@@ -10,7 +10,7 @@ def run_main(main: Callable[[], None]) -> None:
     """Run a command; a mistake or Ctrl-C ends it with one line instead of a traceback."""
     try:
         main()
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

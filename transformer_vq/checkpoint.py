@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
 import zlib
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from transformer_vq.config import RunConfig
-from transformer_vq.files import write_json, write_tensors
+from transformer_vq.files import folder_written_whole, write_json, write_tensors
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.ops.cache import CacheStats
 from transformer_vq.ops.state import AttentionState
@@ -86,19 +85,13 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
     Raises OSError if it cannot be written, for a full disk say; those before are then untouched.
     """
     folder = checkpoint_folder(run, checkpoint.step)
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    with folder_written_whole(folder) as partial:
         checkpoint.model.save(partial / MODEL)
         write_tensors(partial / TENSORS, checkpoint.tensors)
         sums = {name: _checksum(partial / name) for name in (MODEL, TENSORS)}
         write_json(partial / FACTS, checkpoint.facts | {"step": checkpoint.step, "checksums": sums})
         if folder.exists():  # one that could not be read, or another attempt at the same step
             shutil.rmtree(folder)
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     for step in checkpoint_steps(run)[:-keep]:
         if step < checkpoint.step:
             shutil.rmtree(checkpoint_folder(run, step), ignore_errors=True)

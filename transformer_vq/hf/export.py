@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 from transformer_vq.checkpoint import CheckpointError, load_model, read_config
 from transformer_vq.data.tokenizer import MODEL_FILE, load_tokenizer
+from transformer_vq.files import folder_written_whole
 from transformer_vq.hf.modeling_transformer_vq import TransformerVQForCausalLM
 from transformer_vq.hf.tokenization_transformer_vq import TransformerVQTokenizer
 
@@ -30,17 +29,11 @@ def export(run: Path, folder: Path, checkpoint: str = "best") -> str:
             f"the model of {run} has {model.config.vocab_size} tokens, its tokenizer "
             f"{tokenizer.vocab_size}; is {MODEL_FILE} missing?"
         )
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
+    with folder_written_whole(folder) as partial:
         wrapped = TransformerVQForCausalLM.from_core(model, bos_token_id=tokenizer.bos)
         wrapped.save_pretrained(partial)
         if is_text:
             vocabulary = run / MODEL_FILE
             vocab_file = str(vocabulary) if vocabulary.is_file() else None
             TransformerVQTokenizer(vocab_file).save_pretrained(partial)
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return which

@@ -25,6 +25,7 @@ from transformer_vq.data.pictures import Pictures
 from transformer_vq.data.source import SPLITS, DataError, Source
 from transformer_vq.data.text import ByteFiles, python_sources, text_files
 from transformer_vq.data.tokenizer import Tokenizer, load_tokenizer
+from transformer_vq.files import write_json
 from transformer_vq.progress import progress_bar
 
 LEARNED_VOCABULARY = 32_000
@@ -170,7 +171,7 @@ def _write(source: Source, dataset: str, folder: Path) -> None:
         "sha256": digest.hexdigest(),
         "splits": splits,
     }
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    write_json(folder / "meta.json", meta)
 
 
 def _dtype(vocab_size: int) -> type[np.unsignedinteger]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from transformer_vq.data.source import DataError
+from transformer_vq.files import written_whole
 from transformer_vq.progress import progress_bar
 
 MODEL_FILE = "tokenizer.model"
@@ -132,12 +133,8 @@ class SentencePieceTokenizer:
         return b"".join(self._texts[int(token)] for token in tokens)
 
     def save(self, folder: Path) -> None:
-        temporary = folder / f".{MODEL_FILE}.{os.getpid()}"
-        try:
-            temporary.write_bytes(self._file)
-            os.replace(temporary, folder / MODEL_FILE)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with written_whole(folder / MODEL_FILE) as partial:
+            partial.write_bytes(self._file)
 
     def _encode(self, text: str) -> list[int]:
         # A book as a whole takes three times as long as its lines.

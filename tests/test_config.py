@@ -2,12 +2,20 @@
 
 import json
 from dataclasses import FrozenInstanceError, fields, replace
+from typing import get_args
 
 import pytest
 from helpers import tiny_config
 
 from transformer_vq import PRESETS
-from transformer_vq.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from transformer_vq.config import (
+    DataConfig,
+    Dataset,
+    ModelConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 WHOLE_NUMBERS = (
     *("steps", "batch_size", "seq_len", "backprop_len"),
@@ -186,6 +194,11 @@ def test_numbers_of_the_optimizer_are_checked(name, value):
 )
 def test_what_a_model_is_made_of_is_checked(changes, begin):
     assert refusal(tiny_config, **changes).startswith(begin)
+
+
+def test_datasets_are_text_or_pictures():
+    found = [name for name in get_args(Dataset) if DataConfig(name).has_pictures]
+    assert found == ["imagenet64", "pictures"]
 
 
 def test_configs_cannot_be_changed():

@@ -89,7 +89,7 @@ def sample(arguments: list[str]) -> None:
     config = read_config(run)
     model, _ = load_model(run, command.checkpoint)
     model.to(find_device(command.device))
-    if config.data.dataset in ("imagenet64", "pictures"):
+    if config.data.has_pictures:
         default = run / "samples.png"
         out = default if command.out is None else command.out
         if out != default and out.exists():

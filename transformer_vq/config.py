@@ -144,6 +144,11 @@ class DataConfig:
     def __post_init__(self) -> None:
         _check_choices(self)
 
+    @property
+    def has_pictures(self) -> bool:
+        """Tokens are pixels, not text."""
+        return self.dataset in ("imagenet64", "pictures")
+
 
 @dataclass(frozen=True)
 class TrainConfig:

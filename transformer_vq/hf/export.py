@@ -10,8 +10,6 @@ from transformer_vq.files import folder_written_whole
 from transformer_vq.hf.modeling_transformer_vq import TransformerVQForCausalLM
 from transformer_vq.hf.tokenization_transformer_vq import TransformerVQTokenizer
 
-_PICTURES = ("imagenet64", "pictures")
-
 
 def export(run: Path, folder: Path, checkpoint: str = "best") -> str:
     """Write config, weights, codebooks and tokenizer into a new folder; whole or not at all.
@@ -21,7 +19,7 @@ def export(run: Path, folder: Path, checkpoint: str = "best") -> str:
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is not empty; choose another folder")
-    is_text = read_config(run).data.dataset not in _PICTURES
+    has_pictures = read_config(run).data.has_pictures
     model, which = load_model(run, checkpoint)
     tokenizer = load_tokenizer(run)
     if tokenizer.vocab_size != model.config.vocab_size:
@@ -32,7 +30,7 @@ def export(run: Path, folder: Path, checkpoint: str = "best") -> str:
     with folder_written_whole(folder) as partial:
         wrapped = TransformerVQForCausalLM.from_core(model, bos_token_id=tokenizer.bos)
         wrapped.save_pretrained(partial)
-        if is_text:
+        if not has_pictures:
             vocabulary = run / MODEL_FILE
             vocab_file = str(vocabulary) if vocabulary.is_file() else None
             TransformerVQTokenizer(vocab_file).save_pretrained(partial)

@@ -26,10 +26,9 @@ def compiled(model: TransformerVQ) -> TransformerVQ:
 @pytest.mark.parametrize(
     ("overrides", "recompute"),
     [
-        ({"head_type": "shga", "reduction": "serial"}, False),
-        ({"head_type": "shga", "reduction": "auto"}, True),
+        ({"head_type": "shga", "reduction": "serial"}, True),
         ({"head_type": "mqa", "reduction": "associative"}, False),
-        ({"head_type": "mha", "reduction": "matmul"}, True),
+        ({"head_type": "mha", "reduction": "matmul"}, False),
         ({"head_type": "mha", "attention": "full"}, False),
         ({"head_type": "mqa", "reduction": "input_scan"}, False),
     ],
@@ -37,7 +36,7 @@ def compiled(model: TransformerVQ) -> TransformerVQ:
 )
 def test_training_compiles_without_graph_breaks_and_computes_the_same(overrides, recompute):
     model = TransformerVQ(tiny_config(n_layer=1, **overrides), recompute=recompute)
-    x = torch.randint(model.config.vocab_size, (2, 11))
+    x = torch.randint(model.config.vocab_size, (2, 7))  # a block and a part of one
     state = model(x).state.detach()
     results = []
     for run in (model, compiled(model)):
@@ -54,8 +53,9 @@ def test_training_compiles_without_graph_breaks_and_computes_the_same(overrides,
 
 
 def test_training_with_every_dropout_compiles_without_graph_breaks():
-    model = TransformerVQ(tiny_config(n_layer=1, p_dropsin=0.2, p_dropres=0.2, p_droplyr=0.2))
-    x = torch.randint(model.config.vocab_size, (2, 9))
+    dropout = {"p_dropsin": 0.2, "p_dropres": 0.2, "p_droplyr": 0.2}
+    model = TransformerVQ(tiny_config(n_layer=1, head_type="mqa", **dropout))
+    x = torch.randint(model.config.vocab_size, (2, 7))
     output = compiled(model)(x, model(x).state.detach())
     output.logits.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
@@ -94,14 +94,14 @@ def test_decoding_in_place_compiles_once_and_computes_the_same(head_type):
 def test_ragged_batches_compile_once_for_all_layouts(head_type):
     """Where documents begin and what is padding are values, not shapes."""
     model = TransformerVQ(tiny_config(n_layer=1, head_type=head_type))
-    x = torch.randint(model.config.vocab_size, (2, 9))
+    x = torch.randint(model.config.vocab_size, (2, 7))
     run = compiled(model)
     state = model(x, document_ids=torch.zeros_like(x), valid=x >= 0).state.detach()
 
     def check(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        ids = (torch.rand(2, 9, generator=generator) < 0.3).cumsum(1)
-        valid = torch.rand(2, 9, generator=generator) < 0.8
+        ids = (torch.rand(2, 7, generator=generator) < 0.3).cumsum(1)
+        valid = torch.rand(2, 7, generator=generator) < 0.8
         model.zero_grad()
         output = run(x, state, valid, ids)
         output.logits[valid].sum().backward()
@@ -114,9 +114,9 @@ def test_ragged_batches_compile_once_for_all_layouts(head_type):
 
 
 def test_nan_is_not_hidden_where_a_compiled_graph_cannot_check():
-    model = TransformerVQ(tiny_config(n_layer=1))
+    model = TransformerVQ(tiny_config(n_layer=1, head_type="mqa"))
     with torch.no_grad():
         model.embed.weight[3] = torch.nan
-    output = compiled(model)(torch.full((1, 3), 3))
+        output = compiled(model)(torch.full((1, 3), 3))
     assert output.commit_loss.isnan()
     assert output.logits.isnan().all()

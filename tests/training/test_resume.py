@@ -79,7 +79,7 @@ def test_other_optimizers_and_full_attention_resume_exactly_too(tmp_path, monkey
 
 
 def test_killed_at_a_random_moment_and_resumed_twice(tmp_path):
-    config = tiny_run(tmp_path, train={"steps": 60, "save_every": 7, "eval_every": 10})
+    config = tiny_run(tmp_path, train={"steps": 40, "save_every": 5, "eval_every": 10})
     train(config, tmp_path / "whole")
     run = tmp_path / "killed"
     program = (
@@ -96,13 +96,12 @@ def test_killed_at_a_random_moment_and_resumed_twice(tmp_path):
     for _ in range(2):
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         seen = len(read_metrics(run)) if run.exists() else 0
-        deadline = time.monotonic() + 60
-        while len(read_metrics(run)) < seen + 3 and time.monotonic() < deadline:
+        while len(read_metrics(run)) < seen + 3 and process.poll() is None:
             time.sleep(0.01)
-        time.sleep(generator.random() * 0.3)
+        time.sleep(generator.random() * 0.1)
         process.kill()
         process.wait()
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL, timeout=120)
+    assert resume(run).finished
     assert losses(run) == losses(tmp_path / "whole")
 
 

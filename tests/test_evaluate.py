@@ -203,21 +203,22 @@ def test_word_perplexity_of_books_by_hand(tmp_path):
 def test_books_in_another_vocabulary_are_refused(tmp_path):
     run = train_on_books(tmp_path)
     own = read_config(run).data
-    elsewhere = tmp_path / "elsewhere"
-    write_books(elsewhere, ["Happy families are all alike;", "every unhappy family is unhappy."])
-    other = replace(own, path=str(elsewhere))
-
-    # Other books are read with the run's vocabulary, unless another one is asked for.
+    tolstoy = ["Happy families are all alike;", "every unhappy family is unhappy."]
+    write_books(tmp_path / "elsewhere", tolstoy)
+    other = replace(own, path=str(tmp_path / "elsewhere"))
     mended = replace(other, tokenizer=str(run / MODEL_FILE))
-    assert evaluate_run(run, data=other) == evaluate_run(run, data=mended)
-    learned = prepare(other, 300).folder / MODEL_FILE
-    wrong = replace(other, tokenizer=str(learned))
-    says = f"not in the vocabulary of {run}.*--data.tokenizer {run / MODEL_FILE}$"
-    with pytest.raises(ValueError, match=says):
-        evaluate_run(run, data=wrong)
+    assert evaluate_run(run, data=other, max_tokens=50) == evaluate_run(
+        run, data=mended, max_tokens=50
+    )
 
     # From its own books, once they have changed, another vocabulary would be learned.
-    write_books(tmp_path, ["Happy families are all alike;", "every unhappy family is unhappy."])
+    write_books(tmp_path, tolstoy)
+    says = f"not in the vocabulary of {run}.*--data.tokenizer {run / MODEL_FILE}$"
     with pytest.raises(ValueError, match=says):
         evaluate_run(run)
-    evaluate_run(run, data=replace(own, tokenizer=str(run / MODEL_FILE)))
+    evaluate_run(run, data=replace(own, tokenizer=str(run / MODEL_FILE)), max_tokens=50)
+
+    # A vocabulary that is asked for is not exchanged silently.
+    learned = prepare(own, 300).folder / MODEL_FILE
+    with pytest.raises(ValueError, match=says):
+        evaluate_run(run, data=replace(other, tokenizer=str(learned)))

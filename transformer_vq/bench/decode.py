@@ -99,7 +99,7 @@ def measure(config: ModelConfig, cell: Cell, device: torch.device, folder: Path)
             prepared = _prepare_gpt2(config, cell, room)
         else:
             prepared = _prepare(config, cell, room, folder)
-        seconds = best_seconds(prepared.step, rounds=ROUNDS, max_steps=MAX_STEPS, device=device)
+    seconds = best_seconds(prepared.step, rounds=ROUNDS, max_steps=MAX_STEPS, device=device)
     return {
         "ms_per_step": 1e3 * seconds,
         "tokens_per_second": cell.batch / seconds,

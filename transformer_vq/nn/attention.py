@@ -24,7 +24,7 @@ from transformer_vq.ops.quadratic import quadratic_attention
 from transformer_vq.ops.ragged import Layout, in_sight, newest, next_position
 from transformer_vq.ops.state import AttentionState
 
-AUTO_SCORES = 2**23
+AUTO_SCORES = 2**25
 """With reduction="auto" a long input is worked on in segments of about this many scores. What a
 segment needs then stays in caches and in memory that is handed out again, and time per token does
 not depend on the length of the sequence."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -67,13 +66,6 @@ def run(fn: Callable[..., T], *args: Any, recompute: bool) -> T:
     if recompute and torch.is_grad_enabled():
         return checkpoint(fn, *args, use_reentrant=False)
     return fn(*args)
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast off, for what must be exact whatever the rest is."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 def draw_keep(shape: tuple[int, ...], p_drop: float, device: torch.device) -> Tensor:

@@ -20,12 +20,12 @@ from transformer_vq.nn.layers import (
     FeedForward,
     ScaledSinusoids,
     draw_keep,
-    full_precision,
     linear,
     rms_norm,
 )
 from transformer_vq.nn.quantizer import CodeUsage
 from transformer_vq.ops.cache import accumulation_dtype
+from transformer_vq.ops.precision import full_precision
 from transformer_vq.ops.ragged import read_layout
 from transformer_vq.ops.state import AttentionState, RowState
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from transformer_vq.nn.layers import full_precision
 from transformer_vq.ops.cache import accumulation_dtype, code_sums
+from transformer_vq.ops.precision import full_precision
 
 
 class NotFiniteError(ValueError):

@@ -14,10 +14,19 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from transformer_vq.ops import fused
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype, block_stats
 from transformer_vq.ops.position import local_bias
 from transformer_vq.ops.quadratic import Phi, attention_weights
-from transformer_vq.ops.ragged import Layout, Sight, in_sight, leaving_tokens, newest, next_position
+from transformer_vq.ops.ragged import (
+    Layout,
+    Leaving,
+    Sight,
+    in_sight,
+    leaving_tokens,
+    newest,
+    next_position,
+)
 from transformer_vq.ops.reductions import exclusive_prefix
 from transformer_vq.ops.shapes import check_shapes
 from transformer_vq.ops.state import AttentionState
@@ -43,7 +52,8 @@ def vq_attention(
     by_distance: [b, h, g, t, L + 1] positional scores for distances L, ..., 0
     -> [b, h, g, t, v]. A state without a cache gives attention to the last L tokens only.
     layout: padding and documents, in the order of `Layout.gather`.
-    reduction: "serial", "matmul", "associative", or "input_scan" for one block at a time.
+    reduction: "serial", "matmul", "associative", "input_scan" for one block at a time, or "auto"
+    for the fast form of `fused`, which torch.compile does not see into.
     """
     check_shapes(
         q=(q, "bhgtk"),
@@ -107,6 +117,46 @@ def _attend_blocks(
     """The same for whole blocks, or for one block that is shorter than L."""
     assert state.z is not None
     seq_len, window_len = q.shape[-2], state.k.shape[-2]
+    n_blocks = max(1, seq_len // window_len)
+    leaving = sight = None
+    if layout is not None:
+        leaving = leaving_tokens(layout, state.position, window_len, n_blocks)
+        sight = in_sight(layout, window_len, n_blocks)
+    inputs = (q, k_hat, z, v, by_distance, codebook, state, leaving, sight, grad_through_cache)
+    if reduction == "auto" and phi is None and not torch.compiler.is_compiling():
+        output, cache = fused.attend_blocks(*inputs)
+    else:
+        output, cache = _plain_blocks(*inputs, reduction, phi)
+    length = None if layout is None else layout.length
+    after = replace(
+        state,
+        k=newest(state.k, k_hat, window_len, length, dim=-2),
+        v=newest(state.v, v, window_len, length, dim=-2),
+        z=newest(state.z, z, window_len, length, dim=-1),
+        position=next_position(state.position, seq_len, layout),
+        cache=cache,
+        fresh=False,
+    )
+    return output, after
+
+
+def _plain_blocks(
+    q: Tensor,
+    k_hat: Tensor,
+    z: Tensor,
+    v: Tensor,
+    by_distance: Tensor,
+    codebook: Tensor,
+    state: AttentionState,
+    leaving: Leaving | None,
+    sight: Sight | None,
+    grad_through_cache: bool,
+    reduction: str,
+    phi: Phi | None,
+) -> tuple[Tensor, CacheStats | None]:
+    """All blocks at once, in operations that differentiate themselves; and the cache after them."""
+    assert state.z is not None
+    seq_len, window_len = q.shape[-2], state.k.shape[-2]
     n_query = min(seq_len, window_len)
     n_blocks = seq_len // n_query
 
@@ -120,10 +170,8 @@ def _attend_blocks(
     # Tokens leave the window for the cache when the block after theirs is done.
     prefix, cache = None, state.cache
     if cache is not None:
-        leaving = None
         counted = valid_prev[:, :seq_len].unflatten(-1, (n_blocks, n_query))
-        if layout is not None:
-            leaving = leaving_tokens(layout, state.position, window_len, n_blocks)
+        if leaving is not None:
             counted = leaving.counted
         v_leaving = v_prev[..., :seq_len, :].unflatten(-2, (n_blocks, n_query))
         blocks = block_stats(
@@ -149,19 +197,10 @@ def _attend_blocks(
         codebook,
         prefix,
         by_distance.unflatten(-2, (n_blocks, n_query)),
-        None if layout is None else in_sight(layout, window_len, n_blocks),
+        sight,
         phi,
     )
-    length = None if layout is None else layout.length
-    after = replace(
-        state,
-        k=newest(state.k, k_hat, window_len, length, dim=-2),
-        v=newest(state.v, v, window_len, length, dim=-2),
-        z=newest(state.z, z, window_len, length, dim=-1),
-        position=next_position(state.position, seq_len, layout),
-        cache=cache,
-    )
-    return output.flatten(-3, -2), after
+    return output.flatten(-3, -2), cache
 
 
 def _weigh(

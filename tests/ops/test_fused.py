@@ -1,0 +1,143 @@
+"""The fast form equals the plain one, forward and backward, whatever the size of its tiles."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers import assert_close, assert_same_gradients, attention_inputs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transformer_vq.ops import fused
+from transformer_vq.ops.blockwise import vq_attention
+from transformer_vq.ops.ragged import read_layout
+
+HEADS = {"shga": (1, 1), "mqa": (1, 3), "mha": (3, 1)}
+
+
+def run(inputs, reduction, cuts=(), *, starts=None, valid=None, cache=True, fresh=True, **options):
+    """In segments, the state carried with its gradient; documents begin where `starts` says."""
+    state, outputs = replace(inputs.empty_state(cache), fresh=fresh), []
+    ids = None if starts is None else starts.cumsum(1)
+    for start, stop in pairwise([0, *cuts, inputs.q.shape[-2]]):
+        layout = read_layout(
+            state,
+            stop - start,
+            None if valid is None else valid[:, start:stop],
+            None if ids is None else ids[:, start:stop],
+        )
+        output, after = vq_attention(
+            *inputs.part(start, stop), state, reduction=reduction, layout=layout, **options
+        )
+        document = None if layout is None else layout.document
+        state = replace(after, document=document)
+        outputs.append(output)
+    return torch.cat(outputs, dim=-2), state
+
+
+def assert_equal_forms(inputs, cuts=(), *, fresh=True, **options):
+    got, after = run(inputs, "auto", cuts, fresh=fresh, **options)
+    want, plain = run(inputs, "serial", cuts, **options)
+    assert_close("output", got, want)
+    # The state after it too, with its gradient.
+    more = [(got, want), (after.v, plain.v)]
+    if after.cache is not None:
+        assert torch.equal(after.cache.count, plain.cache.count)
+        filled = (plain.cache.count > 0).unsqueeze(-1)
+        more.append((after.cache.mean * filled, plain.cache.mean * filled))
+    got, want = (torch.cat([x.flatten() for x in xs]) for xs in zip(*more, strict=True))
+    assert_same_gradients(inputs.leaves(), got, want)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("seq_len", [1, 4, 7, 8, 16, 37])
+def test_tiles_of_any_size(monkeypatch, heads, rows, seq_len):
+    monkeypatch.setattr(fused, "ROWS", rows)
+    h, g = HEADS[heads]
+    assert_equal_forms(attention_inputs(seq_len, h=h, g=g, block_len=8, requires_grad=True))
+
+
+@pytest.mark.parametrize("cache", [True, False])
+@pytest.mark.parametrize("grad_through_cache", [True, False])
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("cuts", [(), (3,), (8, 16), (1, 9, 30)])
+def test_every_option(monkeypatch, cache, grad_through_cache, fresh, cuts):
+    monkeypatch.setattr(fused, "ROWS", 3)
+    inputs = attention_inputs(40, h=2, g=2, block_len=8, requires_grad=True)
+    assert_equal_forms(
+        inputs, cuts, cache=cache, fresh=fresh, grad_through_cache=grad_through_cache
+    )
+
+
+@given(
+    seq_len=st.integers(1, 50),
+    block_len=st.integers(1, 9),
+    rows=st.integers(1, 9),
+    heads=st.sampled_from(sorted(HEADS)),
+    cuts=st.sets(st.integers(1, 49), max_size=4),
+    ragged=st.sampled_from(["documents", "padding", "both"]),
+    seed=st.integers(0, 1000),
+)
+def test_documents_and_padding(seq_len, block_len, rows, heads, cuts, ragged, seed):
+    h, g = HEADS[heads]
+    inputs = attention_inputs(seq_len, h=h, g=g, block_len=block_len, seed=seed, requires_grad=True)
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.rand(2, seq_len, generator=generator) < 0.15
+    valid = torch.arange(seq_len) < torch.tensor([[seq_len], [max(1, seq_len - seed % 7)]])
+    before, fused.ROWS = fused.ROWS, rows
+    try:
+        assert_equal_forms(
+            inputs,
+            tuple(sorted(cut for cut in cuts if cut < seq_len)),
+            starts=starts if ragged != "padding" else None,
+            valid=valid if ragged != "documents" else None,
+        )
+    finally:
+        fused.ROWS = before
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_bfloat16_stays_near(heads):
+    """Both forms against float64: the fast one is no further away than the tolerance allows."""
+    h, g = HEADS[heads]
+    sizes = {"h": h, "g": g, "block_len": 16, "d_k": 32, "d_v": 32, "n_code": 20}
+    low = attention_inputs(100, dtype=torch.bfloat16, requires_grad=True, **sizes)
+    high = attention_inputs(100, requires_grad=True, **sizes)
+    for a, b in zip(high.leaves().values(), low.leaves().values(), strict=True):
+        a.data.copy_(b.data)
+    high.codebook.copy_(low.codebook)
+    for inputs in (low, high):  # scores of the size that normalized keys and queries give
+        inputs.q.data /= 32**0.5
+    got, want = run(low, "auto")[0], run(high, "serial")[0]
+    assert_close("output", got, want.to(got.dtype))
+    probe = torch.randn_like(want)
+    grads = [
+        torch.autograd.grad((output * probe.to(output.dtype)).sum(), list(inputs.leaves().values()))
+        for output, inputs in ((got, low), (want, high))
+    ]
+    for name, a, b in zip(low.leaves(), *grads, strict=True):
+        assert_close(f"gradient of {name}", a, b.to(a.dtype))
+
+
+def test_nothing_is_kept_without_a_gradient():
+    inputs = attention_inputs(40)
+    with torch.no_grad():
+        output, _ = run(inputs, "auto")
+    assert output.grad_fn is None
+    assert_close("output", output, run(inputs, "serial")[0])
+
+
+def test_codes_without_tokens_in_the_cache_have_no_weight():
+    """Also where a code's mean is anything at all."""
+    inputs = attention_inputs(20, n_code=50)
+    _, state = run(inputs, "auto")
+    assert (state.cache.count == 0).any()
+    spoiled = torch.where(state.cache.count.unsqueeze(-1) > 0, state.cache.mean, 1e6)
+    more = attention_inputs(9, n_code=50, seed=1)
+    outputs = [
+        vq_attention(*more.part(0, 9), replace(state, cache=replace(state.cache, mean=mean)))[0]
+        for mean in (state.cache.mean, spoiled)
+    ]
+    assert torch.equal(*outputs)

@@ -1,0 +1,369 @@
+"""Attention in blocks as one function with a gradient of its own: what `reduction="auto"` runs.
+
+The same mathematics as in `blockwise`, written for speed. Blocks are worked on in turn, some rows
+of queries at a time, so that their scores stay near the processor; products are written to where
+they are needed; the future half of a block is left out; tokens that leave the window are added to
+a running sum per code. For the gradient the weights are kept, and nothing else of their size.
+
+With c_n tokens per code before block n and their means M_n = sum_n / c_n, the gradient of the sum
+is U_n = U_{n+1} + dM_n / c_n from the last block to the first, and a token that leaves with block
+n gets that of its code, U_{n+1}.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from transformer_vq.ops.cache import CacheStats, accumulation_dtype
+from transformer_vq.ops.precision import full_precision
+from transformer_vq.ops.ragged import Leaving, Sight
+from transformer_vq.ops.state import AttentionState
+
+ROWS = 256  # queries of a tile
+
+
+def attend_blocks(
+    q: Tensor,
+    k_hat: Tensor,
+    z: Tensor,
+    v: Tensor,
+    by_distance: Tensor,
+    codebook: Tensor,
+    state: AttentionState,
+    leaving: Leaving | None,
+    sight: Sight | None,
+    grad_through_cache: bool,
+) -> tuple[Tensor, CacheStats | None]:
+    """Output for whole blocks, or for one that is shorter than L, and the cache after them.
+
+    Shapes as in `vq_attention`; `leaving` and `sight` say what padding and documents change.
+    """
+    b, h, _, seq_len, _ = q.shape
+    window_len, n_code, exact = state.k.shape[-2], codebook.shape[-2], accumulation_dtype(v.dtype)
+    n_blocks = max(1, seq_len // window_len)
+    by_block = (n_blocks, seq_len // n_blocks)
+    assert state.z is not None
+
+    def per_head(x: Tensor) -> Tensor:
+        """[b, ...] -> [b * h, ...]"""
+        return x.repeat_interleave(h, dim=0)
+
+    mean, count = None, q.new_zeros(b * h, 0, dtype=exact)
+    counted = torch.cat([state.window_valid, state.window_valid.new_ones(b, seq_len)], dim=-1)
+    counted = counted[:, :seq_len].unflatten(-1, by_block)
+    if state.cache is not None:
+        mean, count = (x.flatten(0, 1) for x in (state.cache.mean, state.cache.count))
+        codebook = codebook.to(v.dtype).expand(b, *codebook.shape).flatten(0, 1)
+    codes = torch.cat([state.z, z], dim=-1)[..., :seq_len].flatten(0, 1)
+    first_row = n_code * torch.arange(b * h, device=z.device).unsqueeze(-1)
+    plan = Plan(
+        n_blocks=n_blocks,
+        n_empty=2 if state.fresh else 0,
+        grad_through_cache=grad_through_cache and mean is not None,
+        keep=torch.is_grad_enabled(),
+        codebook=codebook,
+        count=count,
+        rows=(codes + first_row).unflatten(-1, by_block),
+        window_valid=per_head(state.window_valid),
+        counted=per_head(counted if leaving is None else leaving.counted).to(exact),
+        carry=None if leaving is None else per_head(leaving.carry).to(exact),
+        hidden_local=None if sight is None else per_head(~sight.local),
+        hidden_cache=None if sight is None else per_head(~sight.cache),
+    )
+    output, mean_after, count_after = _Attention.apply(
+        q.to(v.dtype).flatten(0, 1),
+        k_hat.to(v.dtype).flatten(0, 1),
+        v.flatten(0, 1),
+        by_distance.flatten(0, 1),
+        state.k.to(v.dtype).flatten(0, 1),
+        state.v.to(v.dtype).flatten(0, 1),
+        mean,
+        plan,
+    )
+    output = output.unflatten(0, (b, h))
+    if state.cache is None:
+        return output, None
+    after = CacheStats(mean_after.unflatten(0, (b, h)), count_after.unflatten(0, (b, h)))
+    if leaving is not None:
+        after = CacheStats(after.mean, after.count * leaving.goes_on.view(-1, 1, 1))
+    return output, after
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What has no gradient. B stands for b * h, n for blocks, i for the queries of a block.
+
+    codebook: [B, s, k], count: [B, s] (s = 0 without a cache), rows: [B, n, i] of all codes' sums
+    that the tokens leaving with a block belong to, counted: [B, n, i] 0 for those that do not
+    count, window_valid: [B, L], and for documents carry: [B, n] 0 where the cache begins anew,
+    hidden_local: [B, n, i, L + i] and hidden_cache: [B, n, i] what a query may not see.
+    """
+
+    n_blocks: int
+    n_empty: int
+    """Blocks at the start for which the cache is known to be empty."""
+    grad_through_cache: bool
+    keep: bool
+    codebook: Tensor
+    count: Tensor
+    rows: Tensor
+    window_valid: Tensor
+    counted: Tensor
+    carry: Tensor | None
+    hidden_local: Tensor | None
+    hidden_cache: Tensor | None
+
+    def n_code(self, block: int) -> int:
+        """Columns of scores that a block has for the cache."""
+        return 0 if block < self.n_empty else self.count.shape[-1]
+
+    def some_left_out(self, block: int) -> bool:
+        """Whether tokens that leave with a block may not count: empty slots, other documents."""
+        return block == 0 or self.carry is not None
+
+
+class _Attention(torch.autograd.Function):
+    """q: [B, g, t, k], k: [B, t, k], v: [B, t, v], by_distance: [B, g, t, L + 1], k_window:
+    [B, L, k], v_window: [B, L, v], mean: [B, s, v] -> [B, g, t, v], mean and count afterwards."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        by_distance: Tensor,
+        k_window: Tensor,
+        v_window: Tensor,
+        mean: Tensor | None,
+        plan: Plan,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        ctx.plan = plan
+        out = v.new_empty(*q.shape[:3], v.shape[-1])
+        count, sums = plan.count, None if mean is None else mean * plan.count.unsqueeze(-1)
+        weights: list[Tensor] = []
+        means: list[Tensor] = []
+        counts = [count]
+        with full_precision(q.device):
+            for n in range(plan.n_blocks):
+                k_local, v_local = _local(k_window, k, n), _local(v_window, v, n)
+                n_code = plan.n_code(n)
+                if sums is not None and n_code > 0:
+                    means.append((sums * _per_token(count)).to(v.dtype))
+                for tile in _tiles(q, k_window, n):
+                    w = _weights(tile, q, k_local, by_distance, count, plan).to(v.dtype)
+                    o = torch.bmm(w[..., n_code:], v_local[:, : tile.n_local])
+                    if n_code > 0:
+                        o.baddbmm_(w[..., :n_code], means[-1])
+                    out[:, :, tile.queries] = o.view(*q.shape[:2], -1, v.shape[-1])
+                    if plan.keep:
+                        weights.append(w)
+                if sums is not None:
+                    count = _absorb_(sums, count, _leaving(v_window, v, plan, n), plan, n)
+                    counts.append(count)
+        if plan.keep:
+            ctx.counts, ctx.n_tiles = counts, len(weights)
+            ctx.save_for_backward(q, k, v, k_window, v_window, *weights, *means)
+        ctx.mark_non_differentiable(count)
+        ctx.by_distance_shape = by_distance.shape
+        return out, None if sums is None else sums * _per_token(count), count
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_out: Tensor, d_mean: Tensor | None, d_count: None
+    ) -> tuple[Tensor | None, ...]:
+        plan: Plan = ctx.plan
+        q, k, v, k_window, v_window, *rest = ctx.saved_tensors
+        weights, means = rest[: ctx.n_tiles], rest[ctx.n_tiles :]
+        window_len, exact = k_window.shape[1], plan.counted.dtype
+        d_q = torch.empty_like(q)
+        d_by_distance = q.new_empty(ctx.by_distance_shape)
+        # Of the window and then the segment: a block's gradient is a stretch of it.
+        d_k = k.new_zeros(k.shape[0], window_len + k.shape[1], k.shape[2], dtype=exact)
+        d_v = v.new_zeros(v.shape[0], window_len + v.shape[1], v.shape[2], dtype=exact)
+        u = None
+        if plan.grad_through_cache:
+            u = v.new_zeros(*plan.count.shape, v.shape[-1], dtype=exact)
+            if d_mean is not None:
+                u += d_mean * _per_token(ctx.counts[-1])
+        with full_precision(q.device):
+            for n in reversed(range(plan.n_blocks)):
+                k_local, v_local = _local(k_window, k, n), _local(v_window, v, n)
+                start, n_code = n * window_len, plan.n_code(n)
+                cached = means.pop() if n_code > 0 else None
+                d_cached = None
+                if u is not None:
+                    leaving = u.flatten(0, 1)[plan.rows[:, n]]
+                    if plan.some_left_out(n):
+                        leaving *= plan.counted[:, n].unsqueeze(-1)
+                    d_v[:, start : start + leaving.shape[1]] += leaving
+                    if plan.carry is not None:
+                        u *= plan.carry[:, n].view(-1, 1, 1)
+                    d_cached = torch.zeros_like(u) if n_code > 0 else None
+                for tile in reversed(_tiles(q, k_window, n)):
+                    w = weights.pop()
+                    d_o = d_out[:, :, tile.queries].flatten(1, 2)
+                    q_tile = q[:, :, tile.queries].flatten(1, 2)
+                    into = slice(start, start + tile.n_local)
+                    _add_product_(d_v[:, into], w[..., n_code:].mT, d_o)
+                    if d_cached is not None:
+                        _add_product_(d_cached, w[..., :n_code].mT, d_o)
+                    d_s = torch.empty_like(w)
+                    torch.bmm(d_o, v_local[:, : tile.n_local].mT, out=d_s[..., n_code:])
+                    if cached is not None:
+                        torch.bmm(d_o, cached.mT, out=d_s[..., :n_code])
+                    d_s = _softmax_backward(d_s.to(exact), w.to(exact)).to(q.dtype)
+                    _add_product_(d_k[:, into], d_s[..., n_code:].mT, q_tile)
+                    d_q_tile = torch.bmm(d_s[..., n_code:], k_local[:, : tile.n_local])
+                    if cached is not None:
+                        d_q_tile.baddbmm_(d_s[..., :n_code], plan.codebook)
+                    d_q[:, :, tile.queries] = d_q_tile.view_as(d_q[:, :, tile.queries])
+                    d_by_distance[:, :, tile.queries] = tile.by_distance(d_s, n_code)
+                if u is not None and d_cached is not None:
+                    u.addcmul_(d_cached, _per_token(ctx.counts[n]))
+        d_k, d_v = d_k.to(k.dtype), d_v.to(v.dtype)
+        d_initial = None if u is None else u * plan.count.unsqueeze(-1)
+        return (
+            d_q,
+            d_k[:, window_len:],
+            d_v[:, window_len:],
+            d_by_distance,
+            d_k[:, :window_len],
+            d_v[:, :window_len],
+            d_initial,
+            None,
+        )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some queries of a block; they see n_local keys of the window before it and of the block."""
+
+    block: int
+    first: int
+    """The first of these queries in its block."""
+    queries: slice
+    """Their places in the segment."""
+    n_group: int
+    window_len: int
+
+    @property
+    def n_rows(self) -> int:
+        return self.queries.stop - self.queries.start
+
+    @property
+    def n_local(self) -> int:
+        return self.window_len + self.first + self.n_rows
+
+    def by_distance(self, scores: Tensor, n_code: int) -> Tensor:
+        """The same memory seen as scores of distances L, ..., 0: [B, g, rows, L + 1].
+
+        Query i of a block is at distance L from key i of the window and the block, so each row
+        begins one key later than the row before.
+        """
+        n_keys = scores.shape[-1]
+        return scores.as_strided(
+            (scores.shape[0], self.n_group, self.n_rows, self.window_len + 1),
+            (scores.stride(0), self.n_rows * n_keys, n_keys + 1, 1),
+            scores.storage_offset() + n_code + self.first,
+        )
+
+
+def _tiles(q: Tensor, window: Tensor, block: int) -> list[Tile]:
+    _, n_group, seq_len, _ = q.shape
+    window_len = window.shape[1]
+    start, stop = block * window_len, min((block + 1) * window_len, seq_len)
+    rows = ROWS if q.device.type == "cpu" else window_len  # elsewhere fewer, larger products
+    return [
+        Tile(block, i - start, slice(i, min(i + rows, stop)), n_group, window_len)
+        for i in range(start, stop, rows)
+    ]
+
+
+def _weights(
+    tile: Tile, q: Tensor, k_local: Tensor, by_distance: Tensor, count: Tensor, plan: Plan
+) -> Tensor:
+    """Softmax over cache, window and block, up to the last query's own key: [B, g * rows, keys]."""
+    n_code, window_len = plan.n_code(tile.block), tile.window_len
+    q = q[:, :, tile.queries].flatten(1, 2)
+    scores = q.new_empty(*q.shape[:2], n_code + tile.n_local)
+    local = scores[..., n_code:]
+    torch.bmm(q, k_local[:, : tile.n_local].mT, out=local)
+    if n_code > 0:
+        torch.bmm(q, plan.codebook.mT, out=scores[..., :n_code])
+    scores = scores.to(count.dtype)
+    tile.by_distance(scores, n_code).add_(by_distance[:, :, tile.queries])
+
+    by_query = scores.view(q.shape[0], tile.n_group, tile.n_rows, -1)
+    future = torch.ones(tile.n_rows, tile.n_rows, dtype=torch.bool, device=q.device).triu(1)
+    by_query[..., -tile.n_rows :].masked_fill_(future, -torch.inf)
+    if n_code > 0:
+        scores[..., :n_code] += torch.where(count > 0, count.log(), -torch.inf).unsqueeze(1)
+    if count.shape[-1] == 0:  # without a cache nothing is seen beyond distance L
+        far = torch.ones(tile.n_rows, window_len, dtype=torch.bool, device=q.device)
+        by_query[..., :window_len].masked_fill_(far.tril(tile.first - 1), -torch.inf)
+    if tile.block == 0:
+        empty = ~plan.window_valid[:, None, None]
+        by_query[..., n_code : n_code + window_len].masked_fill_(empty, -torch.inf)
+    if plan.hidden_local is not None and plan.hidden_cache is not None:
+        rows = slice(tile.first, tile.first + tile.n_rows)
+        hidden = plan.hidden_local[:, tile.block, None, rows, : tile.n_local]
+        by_query[..., n_code:].masked_fill_(hidden, -torch.inf)
+        hidden = plan.hidden_cache[:, tile.block, None, rows, None]
+        by_query[..., :n_code].masked_fill_(hidden, -torch.inf)
+    return scores.softmax(dim=-1)
+
+
+def _softmax_backward(d_weights: Tensor, weights: Tensor) -> Tensor:
+    """Gradient of the scores from that of their softmax over the last axis, in one pass."""
+    backward = torch.ops.aten._softmax_backward_data
+    return backward(d_weights, weights, -1, weights.dtype)
+
+
+def _local(window: Tensor, segment: Tensor, block: int) -> Tensor:
+    """The tokens of the block before a block, and its own: [B, 2 L, ...]; copied for the first."""
+    window_len = window.shape[1]
+    if block == 0:
+        return torch.cat([window, segment[:, :window_len]], dim=1)
+    return segment[:, (block - 1) * window_len : (block + 1) * window_len]
+
+
+def _leaving(v_window: Tensor, v: Tensor, plan: Plan, block: int) -> Tensor:
+    """Values of the tokens that leave the window with a block: [B, i, v]."""
+    n, window_len = plan.rows.shape[-1], v_window.shape[1]
+    if block == 0:
+        return v_window[:, :n]
+    return v[:, (block - 1) * window_len : (block - 1) * window_len + n]
+
+
+def _absorb_(sums: Tensor, count: Tensor, v: Tensor, plan: Plan, block: int) -> Tensor:
+    """Add the tokens that leave with a block to the sums, in place; the count after that."""
+    if plan.carry is not None:
+        carry = plan.carry[:, block].unsqueeze(-1)
+        sums *= carry.unsqueeze(-1)
+        count = count * carry
+    rows, counted = plan.rows[:, block].flatten(), plan.counted[:, block]
+    v = v.to(sums.dtype)
+    if plan.some_left_out(block):
+        v = v * counted.unsqueeze(-1)
+    sums.view(-1, sums.shape[-1]).index_add_(0, rows, v.flatten(0, 1))
+    return count.flatten().index_add(0, rows, counted.flatten()).view_as(count)
+
+
+def _per_token(count: Tensor) -> Tensor:
+    """One over the tokens of a code; anything for a code that has none. [B, s] -> [B, s, 1]."""
+    return count.clamp(min=1).reciprocal().unsqueeze(-1)
+
+
+def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, whatever the precision of the product."""
+    if total.dtype == a.dtype:
+        total.baddbmm_(a, b)
+    else:
+        total += torch.bmm(a, b)

@@ -24,7 +24,7 @@ from transformer_vq.data.tokenizer import Tokenizer, load_tokenizer
 from transformer_vq.evaluate import Protocol, evaluate_run
 from transformer_vq.files import write_json
 from transformer_vq.generate import Sampling
-from transformer_vq.nn.device import find_device
+from transformer_vq.nn.device import find_device, keep_freed_memory
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.presets import PRESETS
 from transformer_vq.report import corpus_facts, corpus_table, evaluation_table, sizes_table
@@ -210,6 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_overview())
         return
     name, *rest = arguments
+    keep_freed_memory()
     try:
         if name not in COMMANDS:
             raise UsageError(

@@ -1,10 +1,12 @@
-"""The mode a model is in while it is measured or writes."""
+"""The mode a model is in while it is measured or writes, and memory that is kept."""
+
+import ctypes
 
 import pytest
 import torch
 from torch import nn
 
-from transformer_vq.nn.device import evaluating
+from transformer_vq.nn.device import evaluating, keep_freed_memory
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -21,3 +23,21 @@ def test_evaluating_leaves_the_mode_as_it_was_whatever_happens(training):
         use()
     assert all(module.training == training for module in model.modules())
     assert torch.is_grad_enabled()
+
+
+def test_glibc_is_told_to_keep_large_pieces(monkeypatch):
+    calls = []
+
+    class Library:
+        def __init__(self, name):
+            self.mallopt = lambda *arguments: calls.append(arguments)
+
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    keep_freed_memory()
+    assert sorted(calls) == [(-3, 2**31 - 1), (-1, 2**31 - 1)]
+
+
+def test_other_c_libraries_are_left_alone(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    keep_freed_memory()
+    assert torch.zeros(3).sum() == 0

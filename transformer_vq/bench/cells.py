@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from transformer_vq.nn.device import keep_freed_memory
+
 Measure = Callable[..., dict[str, Any]]
 
 
@@ -51,6 +53,7 @@ def _child(
     sender: Connection, measure: Measure, arguments: tuple[Any, ...], memory_gb: float | None
 ) -> None:
     result: dict[str, Any] | ValueError
+    keep_freed_memory()
     try:
         if memory_gb is not None:
             limit = int(memory_gb * 1e9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -48,3 +49,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep what large tensors free, where the C library is glibc.
+
+    It would give the memory back and ask for it again with the next tensor, and every new page of
+    it costs time: up to a tenth of a training step on a processor.
+    """
+    mmap_threshold, trim_threshold, most = -3, -1, 2**31 - 1  # numbers from malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(mmap_threshold, most)
+    mallopt(trim_threshold, most)

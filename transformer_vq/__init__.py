@@ -10,6 +10,7 @@ from transformer_vq.nn.quantizer import CodebookHealth, CodeUsage, VectorQuantiz
 from transformer_vq.ops.ragged import document_ids_from_starts
 from transformer_vq.ops.state import AttentionState
 from transformer_vq.presets import PRESETS
+from transformer_vq.snapshot import load_context, save_context
 
 __version__ = "0.1.0"
 
@@ -34,7 +35,9 @@ __all__ = [
     "VectorQuantizer",
     "document_ids_from_starts",
     "generate",
+    "load_context",
     "load_official",
     "read_prompts",
+    "save_context",
     "stream",
 ]

@@ -37,9 +37,10 @@ demo: $(DEMO_STAMP)  ## train a small model in minutes, measure it, let it write
 	$(BIN)/python -m transformer_vq.bench.demo
 
 bench: $(STAMP)  ## record time and memory up to 131,072 tokens (15 minutes on two cores)
-	$(BIN)/python -m transformer_vq.bench.scaling --out benchmarks/scaling.json
-	$(BIN)/python -m transformer_vq.bench.plots benchmarks/scaling.json benchmarks/scaling.png
-	$(BIN)/python -m transformer_vq.bench.documents --out benchmarks/documents.json
+	$(BIN)/tvq bench train --head-types shga --kinds full auto --d-model 256 --n-layer 2 \
+		--recompute on --repeats 2 --time-limit 100 --out benchmarks/scaling.json
+	$(BIN)/tvq plot benchmarks/scaling.json
+	$(BIN)/tvq bench documents --out benchmarks/documents.json
 
 clean:  ## remove what was made
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,8 +11,9 @@ from typing import Annotated, Any
 import tyro
 
 from transformer_vq.arguments import UsageError, find_preset, first_word, nearest, parse
-from transformer_vq.bench import decode
+from transformer_vq.bench import decode, documents, train
 from transformer_vq.commands import Json
+from transformer_vq.config import HeadType, Precision
 from transformer_vq.files import write_json
 from transformer_vq.nn.device import find_device
 
@@ -40,6 +41,89 @@ class Decode:
     memory_gb: float = 16.0
     """Memory that a measurement may take."""
     device: str = "auto"
+    out: Out = None
+    json: Json = False
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Which model is trained; the defaults are a layer of the paper's 190M model."""
+
+    d_model: int = 768
+    """Width of the residual stream."""
+    n_layer: int | None = None
+    """Transformer layers; by default 1 on a CPU, elsewhere the paper's 24."""
+    d_k: int = 128
+    """Width of queries and keys, per head."""
+    n_code: int = 512
+    """Codewords per codebook."""
+    block_len: int = 512
+    """Tokens per block."""
+    vocab_size: int = 256
+    """Number of different tokens."""
+    batch_size: int = 1
+    """Sequences per step."""
+    precision: Precision = "fp32"
+    """fp32, or bf16 for matrix products."""
+    device: str = "auto"
+    """cpu, cuda, ...; auto takes a GPU if there is one."""
+
+    def fields(self) -> dict[str, Any]:
+        """As a cell takes them."""
+        if self.n_layer is not None:
+            return vars(self)
+        return vars(self) | {"n_layer": 1 if find_device(self.device).type == "cpu" else 24}
+
+
+FlatShape = Annotated[Shape, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True)
+class Train:
+    """Training throughput and memory by head type, kind of attention and length: Tables 6-9.
+
+    Every cell is a process of its own that times whole training steps: forward, backward through
+    the whole sequence, optimizer, codebooks. All cells are measured once per round.
+    """
+
+    shape: FlatShape = Shape()
+    head_types: tuple[HeadType, ...] = train.HEAD_TYPES
+    """Single-head gated, multi-query, multi-head attention."""
+    kinds: tuple[train.Kind, ...] | None = None
+    """full: quadratic attention as in the paper; sdpa: MHA by PyTorch's fused attention; the
+    others: VQ attention with that reduction. All by default."""
+    lengths: tuple[int, ...] | None = None
+    """Tokens per sequence; by default 2048 8192 32768 131072."""
+    recompute: train.Recompute = "auto"
+    """Compute activations again in backward; auto: from 32768 tokens in a batch."""
+    compile: bool = False
+    """Use torch.compile."""
+    repeats: int | None = None
+    """Rounds; the best and the median of a cell are told. By default 3."""
+    quick: bool = False
+    """Only full, sdpa and auto at 2048 and 8192 tokens in 2 rounds, unless told otherwise: some
+    minutes on two cores."""
+    memory_gb: float | None = None
+    """Memory that a cell may take, by default nearly all there is; more is out of memory."""
+    time_limit: float = 300.0
+    """Seconds that a step may take; cells that would take longer are skipped, with an estimate."""
+    out: Out = None
+    json: Json = False
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What packed documents cost: a training step without documents, with one, and with many."""
+
+    shape: FlatShape = Shape(d_model=256, n_layer=2)
+    seq_len: int = 32768
+    """Tokens in the sequence."""
+    document_len: int = 1000
+    """Tokens per document, where there are many."""
+    repeats: int = 3
+    """Rounds; the best counts."""
+    memory_gb: float | None = None
+    """Memory that a measurement may take, by default nearly all there is."""
     out: Out = None
     json: Json = False
 
@@ -74,6 +158,33 @@ def decode_(arguments: list[str]) -> None:
     _report(result, decode.table(result), command.out, command.json)
 
 
+def train_(arguments: list[str]) -> None:
+    command = parse(Train, arguments, "bench train")
+    kinds, lengths, repeats = (
+        (train.QUICK_KINDS, train.QUICK_LENGTHS, 2)
+        if command.quick
+        else (train.KINDS, train.LENGTHS, 3)
+    )
+    cells = train.grid(
+        command.head_types,
+        kinds if command.kinds is None else command.kinds,
+        lengths if command.lengths is None else command.lengths,
+        command.recompute,
+        compile=command.compile,
+        **command.shape.fields(),
+    )
+    repeats = repeats if command.repeats is None else command.repeats
+    result = train.run(cells, repeats, command.memory_gb, command.time_limit)
+    _report(result, train.table(result), command.out, command.json)
+
+
+def documents_(arguments: list[str]) -> None:
+    command = parse(Documents, arguments, "bench documents")
+    cells = documents.cells(command.seq_len, command.document_len, **command.shape.fields())
+    result = train.run(cells, command.repeats, command.memory_gb)
+    _report(result, documents.table(result), command.out, command.json)
+
+
 def _report(result: dict[str, Any], table: str, out: Path | None, as_json: bool) -> None:
     if out is not None:
         write_json(out, result)
@@ -83,5 +194,7 @@ def _report(result: dict[str, Any], table: str, out: Path | None, as_json: bool)
 
 
 BENCHES: dict[str, tuple[Callable[[list[str]], None], str]] = {
+    "train": (train_, "training throughput and memory against length: Tables 6-9"),
+    "documents": (documents_, "what packed documents cost in training"),
     "decode": (decode_, "tokens per second, state and memory of decoding against context"),
 }

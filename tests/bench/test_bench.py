@@ -1,43 +1,10 @@
-"""The benchmarks run, say what failed, and draw; no time is tested."""
+"""What several benchmarks share, and the equality that is demonstrated."""
 
 import pytest
 
-from transformer_vq.bench import documents, run_main, scaling
+from transformer_vq.bench import run_main
 from transformer_vq.bench.equality import differences
-from transformer_vq.bench.plots import plot_scaling
-from transformer_vq.bench.scaling import Cell, measure
 from transformer_vq.files import write_json
-
-SMALL = {"d_model": 32, "n_layer": 1, "repeats": 1}
-
-
-@pytest.mark.parametrize("attention", ["vq", "full"])
-def test_a_cell_is_measured(attention):
-    row = measure(Cell(attention, 40, steps=2, **SMALL))
-    assert (row["attention"], row["seq_len"]) == (attention, 40)
-    assert row["us_per_token"] > 0
-    assert row["peak_gb"] > 0
-
-
-def test_cells_run_in_processes_of_their_own_and_a_failure_is_a_row(capsys):
-    cells = [Cell("vq", 40, document_len=7, **SMALL), Cell("nothing", 40, **SMALL)]
-    result = scaling.run(cells, rounds=1)
-    assert [row.get("failed") for row in result["rows"]] == [None, "exit status 2"]
-    assert "[1/2] vq 40 tokens in documents of 7" in capsys.readouterr().err
-    assert scaling.table(result).count("| vq | 40 |") == 1
-    row = result["rows"][0]
-    assert "| of 7 tokens |" in documents.table({"rows": [row | {"document_len": None}, row]})
-
-
-def test_a_figure_is_drawn(tmp_path):
-    rows = [
-        {"attention": kind, "seq_len": n, "us_per_token": 1.0, "peak_gb": 0.5}
-        for kind in ("vq", "full")
-        for n in (1024, 2048)
-    ]
-    path = tmp_path / "folder" / "figure.png"
-    plot_scaling({"rows": [*rows, {"attention": "vq", "seq_len": 4096, "failed": "memory"}]}, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_demonstrated_equality_holds():

@@ -6,7 +6,9 @@ import multiprocessing
 import os
 import platform
 import resource
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -20,26 +22,42 @@ from transformer_vq.nn.device import keep_freed_memory
 
 Measure = Callable[..., dict[str, Any]]
 
+OUT_OF_MEMORY = "out of memory"
+SYMPTOMS = ("allocate memory", "bad_alloc", "memory object")  # torch's, the system's, oneDNN's
 
-def alone(measure: Measure, *arguments: Any, memory_gb: float | None = None) -> dict[str, Any]:
+
+def alone(
+    measure: Measure,
+    *arguments: Any,
+    memory_gb: float | None = None,
+    seconds: float | None = None,
+) -> dict[str, Any]:
     """Call `measure` in a fresh process, so that its peak memory is its own.
 
     Returns what it returns, or {"failed": why} if memory did not suffice or the process died;
     mistakes (ValueError) are raised here. memory_gb: how much it may allocate on the host.
+    seconds: how long it may take. Whatever ends this process ends the other one too.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(
         target=_child, args=(sender, measure, arguments, memory_gb), daemon=True
     )
-    process.start()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for the parent
+    try:
+        process.start()
+    finally:
+        signal.signal(signal.SIGINT, before)
     sender.close()
     try:
-        result = receiver.recv()
+        if receiver.poll(seconds):
+            result = receiver.recv()
+        else:
+            result = {"failed": f"ended after {seconds:,.0f} s"}
     except EOFError:
         process.join()
-        killed = process.exitcode == -9
-        result = {"failed": "killed" if killed else f"exit status {process.exitcode}"}
+        killed = process.exitcode == -signal.SIGKILL  # by the system, which has no memory left
+        result = {"failed": OUT_OF_MEMORY if killed else f"exit status {process.exitcode}"}
     finally:
         process.kill()
         process.join()
@@ -52,6 +70,7 @@ def alone(measure: Measure, *arguments: Any, memory_gb: float | None = None) -> 
 def _child(
     sender: Connection, measure: Measure, arguments: tuple[Any, ...], memory_gb: float | None
 ) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     result: dict[str, Any] | ValueError
     keep_freed_memory()
     try:
@@ -61,15 +80,21 @@ def _child(
         result = measure(*arguments)
     except ValueError as error:
         result = error
-    except KeyboardInterrupt:
-        return  # the parent tells of it
     except (MemoryError, torch.OutOfMemoryError):
-        result = {"failed": "out of memory"}
+        result = {"failed": OUT_OF_MEMORY}
     except RuntimeError as error:
-        if "allocate memory" not in str(error):
+        if not any(symptom in str(error) for symptom in SYMPTOMS):
             raise
-        result = {"failed": "out of memory"}
+        result = {"failed": OUT_OF_MEMORY}
     sender.send(result)
+
+
+def _end_with_parent() -> None:
+    """A parent that is terminated cannot end its children."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def peak_bytes(device: torch.device | None = None) -> int:

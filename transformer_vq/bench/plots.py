@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
-from transformer_vq.bench import run_main
+from transformer_vq.bench.steps import kind
 from transformer_vq.training.metrics import read_metrics
 
 
@@ -52,7 +51,7 @@ def plot_record(result: dict[str, Any], path: Path) -> None:
     elif "decode" in result:
         plot_decode(result, path)
     elif "rows" in result:
-        plot_scaling(result, path)
+        plot_train(result, path)
     else:
         plot_positions(result, path)
 
@@ -176,39 +175,39 @@ def plot_decode(result: dict[str, Any], path: Path) -> None:
     _save(figure, path)
 
 
-def plot_scaling(result: dict[str, Any], path: Path) -> None:
-    """Time per token and peak memory against the length of the sequence."""
+def plot_train(result: dict[str, Any], path: Path) -> None:
+    """Tokens per second and peak memory against length, a line per head type and kind."""
     plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    rows = [row for row in result["rows"] if "failed" not in row]
-    names = {"vq": "VQ attention (linear)", "full": "full attention (quadratic)"}
-    for attention, marker in (("vq", "o"), ("full", "s")):
-        of_kind = [row for row in rows if row["attention"] == attention]
-        lengths = [row["seq_len"] for row in of_kind]
-        for axes, key in ((left, "us_per_token"), (right, "peak_gb")):
-            axes.plot(lengths, [row[key] for row in of_kind], marker=marker, label=names[attention])
-    left.set_ylabel("microseconds per token")
-    left.set_title("time of forward + backward, per token")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    lines: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in result["rows"]:
+        if "failed" not in row:
+            lines.setdefault((row["head_type"], kind(row)), []).append(row)
+    kinds = list(dict.fromkeys(name for _, name in lines))
+    styles = {"shga": ("o", "-"), "mqa": ("s", "--"), "mha": ("^", ":")}
+    for (head_type, name), rows in lines.items():
+        marker, line = styles[head_type]
+        style = {
+            "color": f"C{kinds.index(name)}",
+            "marker": marker,
+            "ms": 4,
+            "linestyle": line,
+            "label": f"{head_type} {name}",
+        }
+        lengths = [row["seq_len"] for row in rows]
+        left.plot(lengths, [1e6 / row["us_per_token"] for row in rows], **style)
+        right.plot(lengths, [row["peak_gb"] for row in rows], **style)
+    left.set_ylabel("tokens per second")
+    left.set_title("training")
     right.set_ylabel("GB")
     right.set_title("peak memory")
-    ticks = sorted({row["seq_len"] for row in rows})
+    ticks = sorted({row["seq_len"] for rows in lines.values() for row in rows})
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:,g}")
         axes.set_xlabel("tokens in the sequence")
         axes.grid(alpha=0.3)
-    left.set_ylim(bottom=0)
-    right.set_yscale("log", base=2)
-    right.yaxis.set_major_formatter(lambda gb, _: f"{gb:g}")
-    right.legend()
+    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     _save(figure, path)
-
-
-def main() -> None:
-    if len(sys.argv) != 3:
-        raise SystemExit("usage: python -m transformer_vq.bench.plots RESULT.json FIGURE.png")
-    plot_record(_read(Path(sys.argv[1])), Path(sys.argv[2]))
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,0 +1,285 @@
+"""`tvq bench train`: what is measured, what follows, what is left out; no time is tested."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_close, tiny_config
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from transformer_vq import TransformerVQ
+from transformer_vq.bench import documents, rates, steps, train
+from transformer_vq.bench.cells import alone
+from transformer_vq.bench.plots import plot_path
+from transformer_vq.bench.sdpa import SdpaAttention, SdpaTransformer, sdpa_flops_per_token
+from transformer_vq.bench.steps import Cell, kind, timed_steps
+from transformer_vq.cli import main
+from transformer_vq.nn.layers import rms_norm
+from transformer_vq.training.step import Trainer
+
+SHAPE = {"d_model": 16, "d_k": 8, "n_code": 7, "block_len": 4, "device": "cpu"}
+SMALL = ["--d-model", "16", "--d-k", "8", "--n-code", "7", "--block-len", "4", "--device", "cpu"]
+RATES = {"fp32": 2e9, "bf16": 4e9}
+
+
+def test_the_baseline_is_causal_softmax_attention():
+    layer = SdpaAttention(16, 8).double()
+    x = torch.randn(2, 11, 16, dtype=torch.float64)
+    q, k, v = layer.qkv_proj(rms_norm(x)).view(2, 11, 3, 2, 8).permute(2, 0, 3, 1, 4)
+    hidden = torch.ones(11, 11, dtype=torch.bool).triu(1)
+    weights = (q @ k.mT * 8**-0.5).masked_fill(hidden, -torch.inf).softmax(-1)
+    want = layer.o_proj((weights @ v).transpose(1, 2).reshape(2, 11, 16))
+    assert_close("output", layer(x), want)
+
+
+def test_the_baseline_has_the_weights_of_an_mha_model_but_for_positions():
+    config = tiny_config(head_type="mha", attention="full")
+    full, plain = TransformerVQ(config), SdpaTransformer(config)
+    positional = sum(
+        p.numel()
+        for name, p in full.named_parameters()
+        if name.split(".")[2:3] in (["u"], ["v"]) or "r_proj" in name
+    )
+    count = [sum(p.numel() for p in model.parameters()) for model in (full, plain)]
+    assert count[0] - positional == count[1]
+
+
+def test_flops_of_the_baseline_are_those_of_its_products():
+    config = tiny_config(head_type="shga")
+    model, tokens = SdpaTransformer(config), torch.zeros(3, 24, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens)
+    # All 24 keys are scored, masked ones too, which is the average over a sequence of 48.
+    assert counter.get_total_flops() == tokens.numel() * sdpa_flops_per_token(config, 48)
+
+
+@pytest.mark.parametrize("name", ["full", "sdpa", "associative", "auto"])
+def test_a_cell_is_whole_training_steps(name, monkeypatch):
+    seen = []
+    update = Trainer.update
+
+    def noted(self, batch, step, begins):
+        before = [p.clone() for p in self.model.parameters()]
+        done = update(self, batch, step, begins)
+        moved = any((p != b).any() for p, b in zip(self.model.parameters(), before, strict=True))
+        seen.append((tuple(batch.tokens.shape), step, begins, moved, len(done.code_usage)))
+        return done
+
+    monkeypatch.setattr(Trainer, "update", noted)
+    monkeypatch.setattr(steps, "WARM_UP_TOKENS", 5)
+    (cell,) = train.grid(["mha"], [name], [20], batch_size=2, **SHAPE)
+    row = timed_steps(replace(cell, steps=2))
+    assert row["seconds"] > 0
+    assert row["peak_gb"] > 0
+    # The learning rate of update 0 is 0: warm-up. Full attention has no codebooks.
+    n_codebooks = 0 if name in ("full", "sdpa") else 1
+    shapes = [((2, n), i, True, i > 0, n_codebooks) for i, n in enumerate((5, 20, 20))]
+    assert seen == shapes
+    assert timed_steps(replace(cell, steps=99), time_limit=1e-9)["seconds"] > 0
+    assert len(seen) == 3 + 2  # at least one
+
+
+def test_short_sequences_are_timed_for_as_many_tokens_as_the_longest():
+    cells = train.grid(["shga", "mqa"], ["sdpa", "full", "auto"], [64, 16, 256, 16], **SHAPE)
+    found = {(c.head_type, kind(asdict(c)), c.seq_len): c for c in cells}
+    assert list(found) == [
+        (head, name, n)
+        for n in (16, 64, 256)
+        for head, name in [
+            ("shga", "full"),
+            ("shga", "auto"),
+            ("mqa", "full"),
+            ("mqa", "auto"),
+            ("mha", "sdpa"),
+        ]
+    ]
+    assert [found["mqa", "auto", n].steps for n in (16, 64, 256)] == [16, 4, 1]
+    for head in ("shga", "mqa"):
+        for n in (16, 64, 256):
+            full, linear = found[head, "full", n], found[head, "auto", 256]
+            assert full.steps == max(1, round(linear.flops / full.flops))
+
+
+@pytest.mark.parametrize(("option", "want"), [("auto", [0, 1]), ("on", [1, 1]), ("off", [0, 0])])
+def test_long_batches_are_recomputed_unless_told_otherwise(option, want):
+    cells = train.grid(["mha"], ["auto"], [8192, 16384], option, **SHAPE | {"batch_size": 2})
+    assert [cell.recompute for cell in cells] == [bool(x) for x in want]
+
+
+def pretended(seconds, rows):
+    """`alone` without processes: seconds by kind and length, one more in every round."""
+
+    def measure(function, *arguments, memory_gb=None, seconds_=None, **_):
+        if function is rates.matmul_rates:
+            return RATES
+        cell = arguments[0]
+        rows.append((kind(asdict(cell)), cell.seq_len))
+        found = seconds[rows[-1]]
+        return (
+            {"failed": "out of memory"}
+            if found is None
+            else {"seconds": found + rows.count(rows[-1]) - 1, "peak_gb": 0.5}
+        )
+
+    return measure
+
+
+def test_figures_follow_from_the_timings(monkeypatch):
+    seconds = {("auto", 16): 2.0, ("full", 16): 3.0, ("sdpa", 16): 1.0}
+    tried = []
+    monkeypatch.setattr(train, "alone", pretended(seconds, tried))
+    cells = train.grid(["mha"], ["full", "sdpa", "auto"], [16], batch_size=2, **SHAPE)
+    result = train.run(cells, repeats=3)
+    rows = {kind(row): row for row in result["rows"]}
+    assert tried == [("full", 16), ("auto", 16), ("sdpa", 16)] * 3
+    auto = rows["auto"]
+    assert auto["timings"] == [2.0, 3.0, 4.0]
+    assert (auto["seconds"], auto["median_seconds"]) == (2.0, 3.0)
+    assert (auto["tokens_per_second"], auto["us_per_token"]) == (16.0, 62500.0)
+    assert (auto["over_full"], auto["over_sdpa"]) == (1.5, 0.5)
+    assert auto["share_of_rate"]["fp32"] == 16.0 * auto["flops_per_token"] / 2e9
+    assert auto["share_of_rate"]["bf16"] == 16.0 * auto["flops_per_token"] / 4e9
+    assert "| mha | auto | 16 | 16 | 2,000 | 3,000 | 0.50 |" in train.table(result)
+    assert result["machine"]["torch"] == torch.__version__
+
+
+def test_what_cannot_be_done_is_told_and_not_tried_again(monkeypatch):
+    seconds = {
+        ("auto", 16): 1.0,
+        ("auto", 64): 4.0,
+        ("auto", 256): 9.0,
+        ("full", 16): 1.0,
+        ("full", 64): None,
+    }
+    tried = []
+    monkeypatch.setattr(train, "alone", pretended(seconds, tried))
+    cells = train.grid(["shga"], ["full", "auto"], [16, 64, 256], **SHAPE)
+    result = train.run(cells, repeats=2, time_limit=15.0)
+    rows = {(kind(row), row["seq_len"]): row for row in result["rows"]}
+    assert tried.count(("full", 64)) == 1
+    assert ("full", 256) not in tried
+    assert rows["full", 256]["failed"] == "out of memory"
+    assert rows["auto", 256]["failed"] == "skipped, about 16 s per step"
+    assert rows["auto", 256]["estimated_seconds"] == pytest.approx(16.0)
+    assert rows["auto", 64]["over_full"] is None
+    assert "| shga | full | 64 | out of memory |" in train.table(result)
+    # With recomputation a longer one may fit.
+    seconds |= {("full", 256): 1.0}
+    tried.clear()
+    longer = [replace(cell, recompute=cell.seq_len == 256) for cell in cells]
+    train.run(longer, repeats=1, time_limit=1e9)
+    assert ("full", 256) in tried
+
+
+def test_the_command_measures_tells_and_draws(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(rates, "SHAPES", ((8, 8, 8),))
+    monkeypatch.setattr(rates, "SECONDS", 1e-4)
+    monkeypatch.setattr(train, "alone", lambda f, *args, memory_gb=None, seconds=None: f(*args))
+    out = tmp_path / "train.json"
+    options = ["--kinds", "full", "sdpa", "auto", "--lengths", "10", "20", "--repeats", "1"]
+    main(["bench", "train", *SMALL, *options, "--out", str(out), "--json"])
+    *table, last = capsys.readouterr().out.splitlines()
+    result = json.loads(out.read_text())
+    assert json.loads(last) == result
+    assert "\n".join(table) == train.table(result)
+    assert len(result["rows"]) == 2 * (3 * 2 + 1)
+    assert all(row["seconds"] > 0 for row in result["rows"])
+    assert plot_path(out) == [out.with_suffix(".png")]
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    main(["bench", "documents", *SMALL, "--seq-len", "20", "--document-len", "7"])
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.split(" | ")[0] for row in rows[2:]] == ["| none", "| one", "| of 7 tokens"]
+
+
+def test_the_quick_form_is_a_small_grid(monkeypatch, capsys):
+    seconds = {(name, n): 1.0 for name in train.KINDS for n in train.LENGTHS}
+    tried = []
+    monkeypatch.setattr(train, "alone", pretended(seconds, tried))
+    main(["bench", "train", *SMALL, "--quick", "--head-types", "shga"])
+    assert tried == [(k, n) for n in (2048, 8192) for k in ("full", "auto", "sdpa")] * 2
+    tried.clear()
+    main(["bench", "train", *SMALL, "--head-types", "shga", "--repeats", "1"])
+    assert len(tried) == 7 * 4
+
+
+def test_a_document_step_that_fails_is_told():
+    rows = [asdict(cell) for cell in documents.cells(20, 7)]
+    rows[0]["failed"] = "out of memory"
+    rows[1]["us_per_token"] = rows[2]["us_per_token"] = 3.0
+    lines = documents.table({"rows": rows}).splitlines()
+    assert lines[2:] == [
+        "| none | out of memory |  |",
+        "| one | 3.0 |  |",
+        "| of 7 tokens | 3.0 |  |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lengths", "0"], "seq_len=0"),
+        (["--kinds", "quadratic"], "quadratic"),
+        (["--lengths"], "empty grid"),
+        (["--d-model", "12"], "d_model=12"),
+        (["--n-layer", "0"], "n_layer=0"),
+        (["--repeats", "0"], "repeats=0"),
+        (["--time-limit", "0"], "time_limit=0"),
+        (["--device", "tpu"], "tpu"),
+    ],
+)
+def test_a_mistake_is_one_line_and_measures_nothing(options, message, capsys, monkeypatch):
+    monkeypatch.setattr(train, "alone", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "train", *SMALL, *options])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_cell_over_the_limit_of_memory_is_out_of_memory():
+    cell = Cell("shga", "full", "auto", 16_384, **SHAPE)
+    assert alone(timed_steps, cell, memory_gb=1.0) == {"failed": "out of memory"}
+
+
+def test_a_process_that_takes_too_long_is_ended():
+    assert alone(time.sleep, 600, seconds=0.1) == {"failed": "ended after 0 s"}
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
+)
+def test_a_signal_ends_the_command_and_its_children(number, status):
+    command = [sys.executable, "-m", "transformer_vq", "bench", "train", *SMALL, "--kinds", "auto"]
+    process = subprocess.Popen(
+        [*command, "--lengths", "1000000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+    def children():
+        task = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        return task.read_text().split() if task.exists() else []
+
+    deadline = time.monotonic() + 60
+    while len(children()) < 2 and time.monotonic() < deadline:  # one of them keeps resources
+        time.sleep(0.05)
+    started = children()
+    assert started
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.send_signal(number)
+    _, error = process.communicate(timeout=60)  # ends when no child holds the pipe
+    assert process.returncode == status
+    assert error == ("tvq: interrupted\n" if number == signal.SIGINT else "")

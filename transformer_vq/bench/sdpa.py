@@ -1,0 +1,77 @@
+"""The strongest baseline that a PyTorch user has: MHA by `scaled_dot_product_attention`.
+
+Of the same shape as an MHA layer here, and with as few other operations as possible: no positions,
+no norms of queries and keys, one projection for queries, keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from transformer_vq.config import ModelConfig
+from transformer_vq.nn.layers import FeedForward, linear, rms_norm, run
+from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
+from transformer_vq.sizes import flops_per_token
+
+
+class SdpaAttention(nn.Module):
+    """RMSNorm, heads of width d_k, causal attention, projection back."""
+
+    def __init__(self, d_model: int, d_k: int) -> None:
+        super().__init__()
+        self.d_k = d_k
+        self.recompute = False
+        self.qkv_proj = linear(d_model, 3 * d_model)
+        self.o_proj = linear(d_model, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [b, t, d_model] -> the residual branch, same shape."""
+        return run(self._forward, x, recompute=self.recompute)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv_proj(rms_norm(x)).unflatten(-1, (3, -1, self.d_k))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [b, h, t, k] each
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class SdpaTransformer(TransformerVQ):
+    """A plain transformer on whole sequences that can be trained like any model here."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(replace(config, head_type="mha", attention="full"))
+        self.branches = nn.ModuleList(
+            branch
+            for _ in range(config.n_layer)
+            for branch in (
+                SdpaAttention(config.d_model, config.d_k),
+                FeedForward(config.d_model, 4 * config.d_model),
+            )
+        )
+
+    def forward(
+        self,
+        tokens: Tensor,
+        state: ModelState | None = None,
+        valid: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> ModelOutput:
+        """tokens: [b, t]; nothing is carried from one call to the next."""
+        if valid is not None or document_ids is not None:
+            raise ValueError("the baseline knows neither padding nor documents")
+        x = self.embed(tokens)
+        for branch in self.branches:
+            x = x + branch(x)
+        return ModelOutput(
+            self.logits(x), self.init_state(len(tokens)), torch.zeros_like(x[0, 0, 0]), ()
+        )
+
+
+def sdpa_flops_per_token(config: ModelConfig, seq_len: int) -> int:
+    """Forward pass: full attention by heads, without its positional scores."""
+    full = flops_per_token(replace(config, head_type="mha", attention="full"), seq_len)
+    return full - config.n_layer * config.d_model * 2 * (seq_len // 2)

@@ -1,0 +1,214 @@
+"""Tables 6-9 of the paper on any machine: training throughput by head type, kind and length.
+
+Cells of a grid are measured in rounds, each cell in a fresh process; the best round counts, so that
+a slow minute of a shared machine does not fall on one cell alone. The figures that travel are the
+ratios: speed-ups, and the part of the machine's own matrix-product rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from statistics import median
+from typing import Any, Literal, get_args
+
+from transformer_vq.bench.cells import OUT_OF_MEMORY, alone, machine
+from transformer_vq.bench.rates import matmul_rates
+from transformer_vq.bench.steps import Cell, kind, timed_steps
+from transformer_vq.config import HeadType
+from transformer_vq.nn.device import find_device, total_memory
+from transformer_vq.progress import progress_bar
+
+Kind = Literal["full", "sdpa", "serial", "matmul", "associative", "input_scan", "auto"]
+Recompute = Literal["auto", "on", "off"]
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+HEAD_TYPES: tuple[HeadType, ...] = get_args(HeadType)
+LENGTHS = (2048, 8192, 32_768, 131_072)
+QUICK_KINDS: tuple[Kind, ...] = ("full", "sdpa", "auto")
+QUICK_LENGTHS = (2048, 8192)
+
+LONG = 32_768  # tokens of a batch from which activations are computed again unless told otherwise
+USABLE_MEMORY = 0.9  # of all there is: rather a message than a dead machine
+START = 120.0  # seconds that a child may take until its first step
+
+
+def grid(
+    head_types: Sequence[HeadType],
+    kinds: Sequence[Kind],
+    lengths: Sequence[int],
+    recompute: Recompute = "auto",
+    **shape: Any,
+) -> list[Cell]:
+    """All cells, short sequences first. The baseline `sdpa` has one head type, MHA.
+
+    shape: other fields of a cell. Raises ValueError for a model that cannot be.
+    """
+    if not lengths or not _series(head_types, kinds):
+        raise ValueError("an empty grid: give at least one head type, one kind and one length")
+    cells = []
+    for seq_len in sorted(set(lengths)):
+        for head_type, name in _series(head_types, kinds):
+            cell = Cell(
+                head_type,
+                attention=name if name in ("full", "sdpa") else "vq",
+                reduction="auto" if name in ("full", "sdpa") else name,  # type: ignore[arg-type]
+                seq_len=seq_len,
+                **shape,
+            )
+            n_tokens = seq_len * cell.batch_size
+            again = recompute == "on" or (recompute == "auto" and n_tokens >= LONG)
+            cells.append(_with_steps(replace(cell, recompute=again), max(lengths)))
+    return cells
+
+
+def _series(head_types: Sequence[HeadType], kinds: Sequence[Kind]) -> list[tuple[HeadType, Kind]]:
+    by_head: list[tuple[HeadType, Kind]] = [
+        (head_type, name) for head_type in head_types for name in kinds if name != "sdpa"
+    ]
+    return by_head + ([("mha", "sdpa")] if "sdpa" in kinds else [])
+
+
+def _with_steps(cell: Cell, longest: int) -> Cell:
+    """As many steps as take about the time of one linear step on the longest sequence."""
+    linear = replace(cell, attention="vq", reduction="auto", seq_len=longest)
+    return replace(cell, steps=max(1, round(linear.flops / cell.flops)))
+
+
+def run(
+    cells: list[Cell],
+    repeats: int = 3,
+    memory_gb: float | None = None,
+    time_limit: float = 300.0,
+) -> dict[str, Any]:
+    """Measure all cells once per round.
+
+    memory_gb: what a cell may use, by default nearly all there is. time_limit: seconds that a step
+    may take; a cell that would take longer, judging by a shorter sequence, is left out.
+    """
+    if repeats < 1 or time_limit <= 0:
+        raise ValueError(f"repeats={repeats}, time_limit={time_limit}: both must be above 0")
+    device = find_device(cells[0].device)
+    if memory_gb is None:
+        memory_gb = USABLE_MEMORY * total_memory(device) / 1e9
+    rows = {cell: asdict(cell) | {"timings": [], "peak_gb": 0.0} for cell in cells}
+    with progress_bar("bench", 1 + repeats * len(cells), "cells") as advance:
+        rates = alone(matmul_rates, device)
+        advance(1, note="matrix products")
+        for cell, row in list(rows.items()) * repeats:
+            if "failed" not in row:
+                row |= hopeless(cell, rows, time_limit)
+            if "failed" not in row:
+                found = alone(
+                    timed_steps,
+                    cell,
+                    time_limit,
+                    memory_gb,
+                    memory_gb=memory_gb if device.type == "cpu" else None,
+                    seconds=START + 3 * time_limit,
+                )
+                _note(row, found)
+            advance(1, note=_progress(cell, row))
+    result = [_figures(cell, row, rates) for cell, row in rows.items()]
+    _compare(result)
+    return {
+        "what": "training steps: forward, backward, optimizer, codebooks; gradients through the "
+        "whole sequence",
+        "machine": machine(device),
+        "matmul_flops": rates,
+        "rows": result,
+    }
+
+
+def hopeless(cell: Cell, rows: dict[Cell, dict[str, Any]], time_limit: float) -> dict[str, Any]:
+    """Why a cell need not be tried, from shorter sequences of the same model; {} if it should."""
+    why: dict[str, Any] = {}
+    for other, row in rows.items():  # short ones first, so that the longest of them decides
+        same = replace(other, seq_len=cell.seq_len, steps=cell.steps)
+        if other.seq_len >= cell.seq_len or replace(same, recompute=cell.recompute) != cell:
+            continue
+        if row.get("failed") == OUT_OF_MEMORY and same == cell:
+            return {"failed": OUT_OF_MEMORY}
+        known = min(row["timings"]) if row["timings"] else row.get("estimated_seconds")
+        if known is not None:
+            seconds = known * cell.flops / other.flops
+            skipped = {"failed": f"skipped, about {seconds:,.0f} s per step"}
+            why = skipped | {"estimated_seconds": seconds} if seconds > time_limit else {}
+    return why
+
+
+def _note(row: dict[str, Any], found: dict[str, Any]) -> None:
+    if "failed" in found:
+        row |= found
+    else:
+        row["timings"].append(found["seconds"])
+        row["peak_gb"] = max(row["peak_gb"], found["peak_gb"])
+
+
+def _progress(cell: Cell, row: dict[str, Any]) -> str:
+    said = row.get("failed")
+    if said is None:
+        said = f"{cell.batch_size * cell.seq_len / row['timings'][-1]:,.0f} tokens/s"
+    return f"{cell.head_type} {kind(row)} {cell.seq_len:,} tokens: {said}"
+
+
+def _figures(cell: Cell, row: dict[str, Any], rates: dict[str, float]) -> dict[str, Any]:
+    """What follows from the timings of one cell."""
+    if "failed" in row:
+        return {key: value for key, value in row.items() if key not in ("timings", "peak_gb")}
+    n_tokens = cell.batch_size * cell.seq_len
+    best = min(row["timings"])
+    return row | {
+        "seconds": best,
+        "median_seconds": median(row["timings"]),
+        "tokens_per_second": n_tokens / best,
+        "us_per_token": 1e6 * best / n_tokens,
+        "flops_per_token": cell.flops_per_token,
+        "share_of_rate": {name: cell.flops / best / rate for name, rate in rates.items()},
+    }
+
+
+def _compare(rows: list[dict[str, Any]]) -> None:
+    """Speed-ups at equal length: over full attention of the same heads, over SDPA."""
+    times = {
+        (row["head_type"], kind(row), row["seq_len"]): row["seconds"]
+        for row in rows
+        if "failed" not in row
+    }
+    for row in rows:
+        if "failed" not in row:
+            bases = {"full": (row["head_type"], "full"), "sdpa": ("mha", "sdpa")}
+            for name, base in bases.items():
+                other = times.get((*base, row["seq_len"]))
+                row[f"over_{name}"] = None if other is None else other / row["seconds"]
+
+
+def table(result: dict[str, Any]) -> str:
+    """A Markdown table of all cells, and what they were measured against."""
+    rates = ", ".join(
+        f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in result["matmul_flops"].items()
+    )
+    lines = [
+        f"Best matrix-product rates here: {rates}",
+        "",
+        "| heads | kind | tokens | tokens/s | ms per step | median | peak GB | of bf16 rate "
+        "| of fp32 rate | over full | over sdpa |",
+        "| --- | --- |" + " ---: |" * 9,
+    ]
+    for row in sorted(result["rows"], key=lambda r: HEAD_TYPES.index(r["head_type"])):
+        start = f"| {row['head_type']} | {kind(row)} | {row['seq_len']:,} |"
+        if "failed" in row:
+            lines.append(f"{start} {row['failed']} |" + "  |" * 7)
+            continue
+        share = row["share_of_rate"]
+        cells = [
+            f"{row['tokens_per_second']:,.0f}",
+            f"{1e3 * row['seconds']:,.0f}",
+            f"{1e3 * row['median_seconds']:,.0f}",
+            f"{row['peak_gb']:.2f}",
+            f"{share['bf16']:.2f}",
+            f"{share['fp32']:.2f}",
+            *("" if row[key] is None else f"{row[key]:.2f}" for key in ("over_full", "over_sdpa")),
+        ]
+        lines.append(f"{start} {' | '.join(cells)} |")
+    return "\n".join(lines)

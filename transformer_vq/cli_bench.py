@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Annotated, Any
 import tyro
 
 from transformer_vq.arguments import UsageError, find_preset, first_word, nearest, parse
-from transformer_vq.bench import decode, documents, train
-from transformer_vq.commands import Json
-from transformer_vq.config import HeadType, Precision
+from transformer_vq.bench import ablate, decode, documents, train
+from transformer_vq.commands import Flat, Json
+from transformer_vq.config import HeadType, Precision, RunConfig
 from transformer_vq.files import write_json
 from transformer_vq.nn.device import find_device
 
@@ -128,6 +129,23 @@ class Documents:
     json: Json = False
 
 
+@dataclass(frozen=True)
+class Ablate:
+    """Tables 1 and 2: validation loss and latency by codebook size, with and without the cache.
+
+    Every setting is a training in a folder of its own; interrupted, the same command goes on.
+    """
+
+    run: Flat
+    out: Path = Path("runs/ablation")
+    """Folder for the trainings and for ablation.json, which `tvq plot` draws."""
+    codes: tuple[int, ...] = ablate.CODES
+    """Codewords per codebook; model.n-code is the base, always among them, and loses its cache."""
+    seeds: int = 3
+    """Trainings per setting."""
+    json: Json = False
+
+
 def bench(arguments: list[str]) -> None:
     """Run one benchmark by its name."""
     overview = "\n".join(f"  {name:<9} {what}" for name, (_, what) in BENCHES.items())
@@ -185,6 +203,25 @@ def documents_(arguments: list[str]) -> None:
     _report(result, documents.table(result), command.out, command.json)
 
 
+def ablate_(arguments: list[str]) -> None:
+    base, rest = _preset(arguments, ablate.BASE)
+    command = parse(Ablate, rest, "bench ablate [PRESET]", Ablate(base))
+    wanted = (command.run, command.out, command.codes, command.seeds)
+    stopped_by = ablate.train_all(*wanted)
+    if stopped_by is not None:
+        print("stopped and saved; the same command goes on from there")
+        sys.exit(128 + stopped_by)
+    result = ablate.record(*wanted)
+    _report(result, ablate.table(result), command.out / "ablation.json", command.json)
+
+
+def _preset(arguments: list[str], base: RunConfig) -> tuple[RunConfig, list[str]]:
+    """The preset that the first word names, if one does, and the other words."""
+    if not arguments or arguments[0].startswith("-"):
+        return base, arguments
+    return find_preset(arguments[0]), arguments[1:]
+
+
 def _report(result: dict[str, Any], table: str, out: Path | None, as_json: bool) -> None:
     if out is not None:
         write_json(out, result)
@@ -195,6 +232,10 @@ def _report(result: dict[str, Any], table: str, out: Path | None, as_json: bool)
 
 BENCHES: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "train": (train_, "training throughput and memory against length: Tables 6-9"),
+    "ablate": (
+        ablate_,
+        "loss and latency by codebook size, with and without the cache: Tables 1, 2",
+    ),
     "documents": (documents_, "what packed documents cost in training"),
     "decode": (decode_, "tokens per second, state and memory of decoding against context"),
 }

@@ -22,10 +22,12 @@ from transformer_vq.config import (
     RunConfig,
     TrainConfig,
 )
-from transformer_vq.data.batches import Batch
+from transformer_vq.data.batches import Batch, TrainingBatches
+from transformer_vq.data.corpora import prepare
 from transformer_vq.nn.device import find_device, total_memory
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.sizes import flops_per_token
+from transformer_vq.training.runs import training_batches, with_parts_that_fit
 from transformer_vq.training.step import Trainer
 
 WARM_UP_TOKENS = 8192  # at most, in the step before a timing
@@ -126,6 +128,15 @@ def timed_steps(
     synchronize(device)
     seconds = (time.perf_counter() - start) / done
     return {"seconds": seconds, "peak_gb": peak_bytes(device) / 1e9}
+
+
+def trainer_and_batches(config: RunConfig) -> tuple[Trainer, TrainingBatches]:
+    """All that updates of a run need, without the run."""
+    device = find_device(config.train.device)
+    config = with_parts_that_fit(config, total_memory(device))
+    torch.manual_seed(config.train.seed)
+    batches = training_batches(config, prepare(config.data, config.model.vocab_size))
+    return Trainer(TransformerVQ(config.model), config, device), batches
 
 
 def _batch(cell: Cell, n_tokens: int) -> Batch:

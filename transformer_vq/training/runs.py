@@ -48,8 +48,8 @@ def train(config: RunConfig, run: Path) -> Result:
     check_loggers(config)
     device = find_device(config.train.device)
     corpus = prepare(config.data, config.model.vocab_size)
-    batches = _batches(config, corpus)
-    config = _with_parts_that_fit(config, total_memory(device))
+    batches = training_batches(config, corpus)
+    config = with_parts_that_fit(config, total_memory(device))
     trainer = _first_trainer(config, device)
     run.mkdir(parents=True, exist_ok=True)
     with locked(run):
@@ -70,7 +70,7 @@ def resume(run: Path, config: RunConfig | None = None) -> Result:
     check_loggers(config)
     device = find_device(config.train.device)
     corpus = prepare(config.data, config.model.vocab_size)
-    batches = _batches(config, corpus)
+    batches = training_batches(config, corpus)
     with locked(run):
         checkpoint = newest_checkpoint(run)
         if checkpoint is None:
@@ -93,6 +93,17 @@ def resume(run: Path, config: RunConfig | None = None) -> Result:
         rewind(run, sitting.step, sitting.validated_at)
         write_json(run / "config.json", config.to_dict())
         return sitting.go()
+
+
+def train_or_resume(config: RunConfig, run: Path) -> Result:
+    """Begin a run, or go on with the one that was begun in this folder with the same config."""
+    if not (run / "config.json").exists():
+        return train(config, run)
+    config = _with_absolute_paths(config)
+    if not config.train.accumulate:  # was left open, and decided when the run began
+        parts = read_config(run).train.accumulate
+        config = replace(config, train=replace(config.train, accumulate=parts))
+    return resume(run, config)
 
 
 def _first_trainer(config: RunConfig, device: torch.device) -> Trainer:
@@ -126,7 +137,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     return replace(config, data=data, train=replace(config.train, init_from=init_from))
 
 
-def _with_parts_that_fit(config: RunConfig, memory: int) -> RunConfig:
+def with_parts_that_fit(config: RunConfig, memory: int) -> RunConfig:
     """If `train.accumulate` leaves it open: the fewest parts of a batch that fit into memory."""
     if config.train.accumulate:
         return config
@@ -140,7 +151,7 @@ def _with_parts_that_fit(config: RunConfig, memory: int) -> RunConfig:
     return chosen
 
 
-def _batches(config: RunConfig, corpus: Corpus) -> TrainingBatches:
+def training_batches(config: RunConfig, corpus: Corpus) -> TrainingBatches:
     train = config.train
     return TrainingBatches(
         corpus.split("train"), train.batch_size, train.seq_len, train.backprop_len, train.seed

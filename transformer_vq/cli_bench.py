@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from transformer_vq.arguments import UsageError, find_preset, first_word, nearest, parse
-from transformer_vq.bench import ablate, decode, documents, train
+from transformer_vq.bench import ablate, decode, documents, profile, train
 from transformer_vq.commands import Flat, Json
 from transformer_vq.config import HeadType, Precision, RunConfig
 from transformer_vq.files import write_json
@@ -146,6 +146,21 @@ class Ablate:
     json: Json = False
 
 
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of a training step goes: matrix products, softmax, cache, optimizer, ...
+
+    The parts add up to the step. Sizes are those of a preset, without one those of a layer of the
+    paper's 190M model; every part can be changed by an option.
+    """
+
+    run: Flat
+    steps: int = 4
+    """Training steps that are profiled."""
+    out: Out = None
+    json: Json = False
+
+
 def bench(arguments: list[str]) -> None:
     """Run one benchmark by its name."""
     overview = "\n".join(f"  {name:<9} {what}" for name, (_, what) in BENCHES.items())
@@ -215,6 +230,13 @@ def ablate_(arguments: list[str]) -> None:
     _report(result, ablate.table(result), command.out / "ablation.json", command.json)
 
 
+def profile_(arguments: list[str]) -> None:
+    base, rest = _preset(arguments, profile.BASE)
+    command = parse(Profile, rest, "bench profile [PRESET]", Profile(base))
+    result = profile.run(command.run, command.steps)
+    _report(result, profile.table(result), command.out, command.json)
+
+
 def _preset(arguments: list[str], base: RunConfig) -> tuple[RunConfig, list[str]]:
     """The preset that the first word names, if one does, and the other words."""
     if not arguments or arguments[0].startswith("-"):
@@ -232,10 +254,8 @@ def _report(result: dict[str, Any], table: str, out: Path | None, as_json: bool)
 
 BENCHES: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "train": (train_, "training throughput and memory against length: Tables 6-9"),
-    "ablate": (
-        ablate_,
-        "loss and latency by codebook size, with and without the cache: Tables 1, 2",
-    ),
+    "ablate": (ablate_, "loss and latency by codebook size, and without the cache: Tables 1, 2"),
+    "profile": (profile_, "where the time of a training step goes"),
     "documents": (documents_, "what packed documents cost in training"),
     "decode": (decode_, "tokens per second, state and memory of decoding against context"),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,8 @@ def plot_path(path: Path, out: Path | None = None) -> list[Path]:
 
 
 def plot_record(result: dict[str, Any], path: Path) -> None:
-    """The figure of a file that a benchmark wrote."""
-    if "runs" in result:
-        plot_curves({name: run["curve"] for name, run in result["runs"].items()}, path)
-    elif "decode" in result:
-        plot_decode(result, path)
-    elif "rows" in result:
-        plot_train(result, path)
-    else:
-        plot_positions(result, path)
+    """The figure of a file that a benchmark wrote; what it measured is the name of a part."""
+    next(draw for part, draw in FIGURES.items() if part in result)(result, path)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -61,7 +55,7 @@ def _read(path: Path) -> dict[str, Any]:
         result = json.loads(path.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError):
         result = None
-    if not isinstance(result, dict) or not result.keys() & {"runs", "rows", "decode", "protocols"}:
+    if not isinstance(result, dict) or not result.keys() & FIGURES.keys():
         raise ValueError(f"{path} holds no measurements; give a JSON file from benchmarks/")
     return result
 
@@ -211,3 +205,54 @@ def plot_train(result: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.3)
     figure.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     _save(figure, path)
+
+
+def plot_ablation(result: dict[str, Any], path: Path) -> None:
+    """Validation loss of every seed and its mean, and latency, by setting."""
+    plt = pyplot()
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    rows = result["ablation"]
+    names = [f"{r['n_code']}" + ("" if r["compressive_cache"] else ",\nno cache") for r in rows]
+    for place, row in enumerate(rows):
+        bits = row["bits_per_byte"]
+        left.plot([place] * len(bits), bits, "o", color="C0", ms=4, alpha=0.6)
+        left.plot([place - 0.2, place + 0.2], [row["mean_bits_per_byte"]] * 2, color="C1", lw=2)
+    right.bar(range(len(rows)), [row["latency"] for row in rows], color="C0")
+    left.set_ylabel("validation bits per byte")
+    left.set_title("seeds (dots) and their mean")
+    right.set_ylabel(f"{result['config']['model']['n_code']} codes = 1")
+    right.set_title("time of an update")
+    for axes in (left, right):
+        axes.set_xticks(range(len(rows)), names)
+        axes.set_xlabel("codes")
+        axes.grid(alpha=0.3, axis="y")
+    _save(figure, path)
+
+
+def plot_profile(result: dict[str, Any], path: Path) -> None:
+    """The parts of a training step as bars."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    parts = result["profile"]
+    whole = result["profiled_seconds_per_step"]
+    bars = axes.barh(list(parts), [1e3 * seconds for seconds in parts.values()])
+    axes.bar_label(bars, [f"{seconds / whole:.1%}" for seconds in parts.values()], padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel("milliseconds")
+    axes.set_title(f"a training step of {1e3 * whole:,.0f} ms")
+    axes.grid(alpha=0.3, axis="x")
+    _save(figure, path)
+
+
+FIGURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    "runs": lambda result, path: plot_curves(
+        {name: run["curve"] for name, run in result["runs"].items()}, path
+    ),
+    "decode": plot_decode,
+    "ablation": plot_ablation,
+    "profile": plot_profile,
+    "rows": plot_train,
+    "protocols": plot_positions,
+}
+"""What a file of measurements holds, and how that is drawn."""

@@ -1,0 +1,112 @@
+"""`tvq bench profile`: parts add up to the step and hold what they should; no time is tested."""
+
+import json
+import os
+
+import pytest
+import torch
+from helpers import tiny_run
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from transformer_vq.bench import profile as bench_profile
+from transformer_vq.bench.plots import plot_path
+from transformer_vq.cli import main
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    config = tiny_run(tmp_path_factory.mktemp("profile"), model={"n_layer": 1})
+    return bench_profile.measure(config, steps=2)
+
+
+def test_the_parts_add_up_to_the_step(result):
+    whole = result["profiled_seconds_per_step"]
+    assert sum(result["profile"].values()) == pytest.approx(whole, rel=1e-9)
+    assert sum(op["seconds"] for op in result["operators"]) == pytest.approx(whole, rel=1e-9)
+    # Nothing is counted twice: what operators leave over is Python's own time.
+    (python,) = [op["seconds"] for op in result["operators"] if op["name"] == "Python"]
+    assert 0 < python < whole
+    assert all(seconds > 0 for seconds in result["profile"].values())
+    assert result["seconds_per_step"] > 0
+
+
+@pytest.mark.parametrize(
+    ("operator", "parts"),
+    [
+        ("aten::bmm", {"matrix products", "codebooks"}),
+        ("aten::mm", {"matrix products"}),
+        ("aten::_softmax", {"softmax"}),
+        ("aten::_softmax_backward_data", {"softmax"}),
+        ("aten::argmax", {"codebooks"}),
+        ("aten::addcdiv_", {"optimizer"}),
+        ("aten::linalg_vector_norm", {"optimizer"}),
+        ("aten::embedding", {"other"}),
+        ("aten::silu", {"other"}),
+        ("tvq: data", {"data"}),
+    ],
+)
+def test_operators_are_where_they_belong(result, operator, parts):
+    assert {op["part"] for op in result["operators"] if op["name"] == operator} == parts
+
+
+def test_the_cache_is_told_from_codebooks_and_embeddings(result):
+    calls = {(op["name"], op["part"]): op["calls"] for op in result["operators"]}
+    names = {name for name, part in calls if part == "cache"}
+    assert any(name.startswith("aten::index_add") for name in names)
+    assert ("aten::index_select", "other") in calls  # the embedding's own
+
+
+def test_a_gradient_belongs_where_its_forward_operation_does():
+    x = torch.randn(9, requires_grad=True)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("tvq: step"):
+        with record_function("tvq: codebooks"):
+            y = x.sin()
+            x.detach().tan()  # makes no node
+        y.exp().sum().backward()
+    total, operators = bench_profile.summary(profiler.events())
+    parts = {op.name.removeprefix("aten::"): op.part for op in operators}
+    assert parts["cos"] == parts["SinBackward0"] == "codebooks"
+    assert parts["ExpBackward0"] == parts["exp"] == "other"
+    assert sum(op.seconds for op in operators) == pytest.approx(total, rel=1e-9)
+
+
+def test_the_command_tells_and_draws(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(os.environ, "KINETO_LOG_LEVEL", "99")
+    monkeypatch.setattr(bench_profile, "alone", lambda f, *arguments: f(*arguments))
+    monkeypatch.setattr(bench_profile, "BASE", tiny_run(tmp_path, model={"n_layer": 1}))
+    out = tmp_path / "profile.json"
+    main(["bench", "profile", "--steps", "1", "--out", str(out), "--json"])
+    *table, last = capsys.readouterr().out.splitlines()
+    result = json.loads(out.read_text())
+    assert json.loads(last) == result
+    assert "\n".join(table) == bench_profile.table(result)
+    assert "| whole step |" in "\n".join(table)
+    assert str(tmp_path) not in out.read_text()
+    assert plot_path(out) == [out.with_suffix(".png")]
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "steps=0"),
+        (["smal"], "did you mean small?"),
+        (["tiny", "--model.n-code", "0"], "n_code=0"),
+        (["tiny", "--data.path", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_a_mistake_is_one_line(options, message, capsys, monkeypatch):
+    monkeypatch.setattr(bench_profile, "alone", lambda f, *arguments: f(*arguments))
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "profile", *options])
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_profile_that_fails_is_a_mistake(monkeypatch, tmp_path):
+    monkeypatch.setitem(os.environ, "KINETO_LOG_LEVEL", "99")
+    monkeypatch.setattr(bench_profile, "alone", lambda *_: {"failed": "out of memory"})
+    with pytest.raises(ValueError, match="out of memory"):
+        bench_profile.run(tiny_run(tmp_path))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -18,6 +18,7 @@ from transformer_vq.config import HeadType, Precision, RunConfig
 from transformer_vq.files import write_json
 from transformer_vq.nn.device import find_device
 
+T = TypeVar("T")
 Out = Annotated[
     Path | None, tyro.conf.arg(help="JSON file for the measurements; `tvq plot` draws it.")
 ]
@@ -174,7 +175,7 @@ def bench(arguments: list[str]) -> None:
 
 
 def decode_(arguments: list[str]) -> None:
-    command = parse(Decode, arguments, "bench decode")
+    command = _parse(Decode, arguments, "decode")
     for name in ("contexts", "batches"):
         if not getattr(command, name) or min(getattr(command, name)) < 1:
             raise UsageError(f"--{name}: give numbers from 1 up")
@@ -192,7 +193,7 @@ def decode_(arguments: list[str]) -> None:
 
 
 def train_(arguments: list[str]) -> None:
-    command = parse(Train, arguments, "bench train")
+    command = _parse(Train, arguments, "train")
     kinds, lengths, repeats = (
         (train.QUICK_KINDS, train.QUICK_LENGTHS, 2)
         if command.quick
@@ -212,7 +213,7 @@ def train_(arguments: list[str]) -> None:
 
 
 def documents_(arguments: list[str]) -> None:
-    command = parse(Documents, arguments, "bench documents")
+    command = _parse(Documents, arguments, "documents")
     cells = documents.cells(command.seq_len, command.document_len, **command.shape.fields())
     result = train.run(cells, command.repeats, command.memory_gb)
     _report(result, documents.table(result), command.out, command.json)
@@ -232,7 +233,7 @@ def ablate_(arguments: list[str]) -> None:
 
 def profile_(arguments: list[str]) -> None:
     base, rest = _preset(arguments, profile.BASE)
-    command = parse(Profile, rest, "bench profile [PRESET]", Profile(base))
+    command = _parse(Profile, rest, "profile [PRESET]", Profile(base))
     result = profile.run(command.run, command.steps)
     _report(result, profile.table(result), command.out, command.json)
 
@@ -242,6 +243,15 @@ def _preset(arguments: list[str], base: RunConfig) -> tuple[RunConfig, list[str]
     if not arguments or arguments[0].startswith("-"):
         return base, arguments
     return find_preset(arguments[0]), arguments[1:]
+
+
+def _parse(kind: type[T], arguments: list[str], name: str, default: T | None = None) -> T:
+    """The options of a benchmark that writes to a file; hours later it must not fail to."""
+    command = parse(kind, arguments, f"bench {name}", default)
+    out: Path | None = command.out  # type: ignore[attr-defined]
+    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+        raise UsageError(f"--out {out}: give the name of a file in a folder that exists")
+    return command
 
 
 def _report(result: dict[str, Any], table: str, out: Path | None, as_json: bool) -> None:

@@ -30,7 +30,7 @@ QUICK_LENGTHS = (2048, 8192)
 
 LONG = 32_768  # tokens of a batch from which activations are computed again unless told otherwise
 USABLE_MEMORY = 0.9  # of all there is: rather a message than a dead machine
-START = 120.0  # seconds that a child may take until its first step
+START = 600.0  # seconds that a child may take until its first step, compiling included
 
 
 def grid(
@@ -86,17 +86,21 @@ def run(
     memory_gb: what a cell may use, by default nearly all there is. time_limit: seconds that a step
     may take; a cell that would take longer, judging by a shorter sequence, is left out.
     """
-    if repeats < 1 or time_limit <= 0:
-        raise ValueError(f"repeats={repeats}, time_limit={time_limit}: both must be above 0")
     device = find_device(cells[0].device)
     if memory_gb is None:
         memory_gb = USABLE_MEMORY * total_memory(device) / 1e9
+    limits = {"repeats": repeats, "time_limit": time_limit, "memory_gb": memory_gb}
+    for name, limit in limits.items():
+        if limit <= 0:
+            raise ValueError(f"{name}={limit}: must be above 0")
     rows = {cell: asdict(cell) | {"timings": [], "peak_gb": 0.0} for cell in cells}
     with progress_bar("bench", 1 + repeats * len(cells), "cells") as advance:
         rates = alone(matmul_rates, device)
+        if "failed" in rates:
+            raise ValueError(f"cannot multiply matrices: {rates['failed']}")
         advance(1, note="matrix products")
         for cell, row in list(rows.items()) * repeats:
-            if "failed" not in row:
+            if not row["timings"] and "failed" not in row:
                 row |= hopeless(cell, rows, time_limit)
             if "failed" not in row:
                 found = alone(
@@ -139,7 +143,7 @@ def hopeless(cell: Cell, rows: dict[Cell, dict[str, Any]], time_limit: float) ->
 
 def _note(row: dict[str, Any], found: dict[str, Any]) -> None:
     if "failed" in found:
-        row |= found
+        row |= {} if row["timings"] else found  # it was measured in another round
     else:
         row["timings"].append(found["seconds"])
         row["peak_gb"] = max(row["peak_gb"], found["peak_gb"])
@@ -147,7 +151,7 @@ def _note(row: dict[str, Any], found: dict[str, Any]) -> None:
 
 def _progress(cell: Cell, row: dict[str, Any]) -> str:
     said = row.get("failed")
-    if said is None:
+    if row["timings"]:
         said = f"{cell.batch_size * cell.seq_len / row['timings'][-1]:,.0f} tokens/s"
     return f"{cell.head_type} {kind(row)} {cell.seq_len:,} tokens: {said}"
 
@@ -188,7 +192,13 @@ def table(result: dict[str, Any]) -> str:
     rates = ", ".join(
         f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in result["matmul_flops"].items()
     )
+    first = result["rows"][0]
+    again = sorted({row["seq_len"] for row in result["rows"] if row["recompute"]})
     lines = [
+        f"Model: d_model {first['d_model']}, {first['n_layer']} layers, d_k {first['d_k']}, "
+        f"{first['n_code']} codes, blocks of {first['block_len']}; batch {first['batch_size']}, "
+        f"{first['precision']}{', compiled' if first['compile'] else ''}; activations recomputed "
+        f"at {', '.join(f'{n:,}' for n in again) or 'no'} tokens",
         f"Best matrix-product rates here: {rates}",
         "",
         "| heads | kind | tokens | tokens/s | ms per step | median | peak GB | of bf16 rate "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_vq.bench import compare, demo, documents
+from transformer_vq.bench import compare, decode, demo, documents
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -46,6 +46,23 @@ def test_the_table_points_at_things_that_exist(paper, code, test):
 def test_the_cost_of_documents_is_the_recorded_one():
     result = json.loads((ROOT / "benchmarks" / "documents.json").read_text())
     assert documents.table(result) in README
+
+
+def test_decoding_is_the_recorded_one():
+    result = json.loads((ROOT / "benchmarks" / "decode.json").read_text())
+    assert decode.table(result) in README
+    rows = {
+        (row["kind"], row["compiled"], row["batch"], row["context"]): row
+        for row in result["decode"]
+        if "failed" not in row
+    }
+    for compiled in (False, True):
+        for batch in (1, 8):
+            short, long = (rows["vq", compiled, batch, n] for n in (8192, 524_288))
+            assert long["state_bytes"] == short["state_bytes"]
+            assert long["ms_per_step"] <= 1.1 * short["ms_per_step"]
+    peaks = {row["context"]: row["peak_bytes"] for row in result["reading"]}
+    assert peaks[1_048_576] <= 1.2 * peaks[65_536]
 
 
 def test_the_tree_lists_every_module():

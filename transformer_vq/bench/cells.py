@@ -23,6 +23,7 @@ from transformer_vq.nn.device import keep_freed_memory
 Measure = Callable[..., dict[str, Any]]
 
 OUT_OF_MEMORY = "out of memory"
+SECONDS_TO_END = 10
 SYMPTOMS = ("allocate memory", "bad_alloc", "memory object")  # torch's, the system's, oneDNN's
 
 
@@ -52,6 +53,7 @@ def alone(
     try:
         if receiver.poll(seconds):
             result = receiver.recv()
+            process.join(SECONDS_TO_END)  # it may have processes of its own to end, compilers say
         else:
             result = {"failed": f"ended after {seconds:,.0f} s"}
     except EOFError:

@@ -12,6 +12,7 @@ LAYERS = [
     {"ops", "config", "files", "progress"},
     {"nn"},
     {"data", "checkpoint", "evaluate", "generate", "interop", "presets", "sizes"},
+    {"parallel"},
     {"report", "sample", "snapshot", "training"},
     {"bench", "hf"},
     {"arguments", "cli", "cli_bench", "commands"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 HeadType = Literal["shga", "mqa", "mha"]
@@ -217,6 +217,50 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How the processes that `torchrun` starts share the work; the product is their number."""
+
+    dp: int = 0
+    """Data parallel: every process a whole model and its own sequences; 0 takes what is left."""
+    fsdp: int = 1
+    """Sharded data parallel: the same, but weights and moments are divided among processes."""
+    cp: int = 1
+    """Context parallel: one sequence in stretches, one after the other, each on a process."""
+    tp: int = 1
+    """Tensor parallel: the widths of every layer are divided among processes."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("dp", 0), ("fsdp", 1), ("cp", 1), ("tp", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < least:
+                raise ValueError(
+                    f"parallel.{name}={value!r}: must be a whole number of at least {least}"
+                )
+
+    @property
+    def n_rows(self) -> int:
+        """Among how many processes the sequences of a batch are divided."""
+        return max(self.dp, 1) * self.fsdp
+
+    @property
+    def n_processes(self) -> int:
+        return self.n_rows * self.cp * self.tp
+
+    def fill(self, n_processes: int) -> ParallelConfig:
+        """The same with `dp` worked out. Raises ValueError if the processes cannot be so shared."""
+        others = self.fsdp * self.cp * self.tp
+        filled = self if self.dp else replace(self, dp=max(n_processes // others, 1))
+        if filled.n_processes == n_processes:
+            return filled
+        asked = f"{filled.dp} x {self.fsdp} x {self.cp} x {self.tp} = {filled.n_processes}"
+        raise ValueError(
+            f"parallel: dp x fsdp x cp x tp = {asked} processes are asked for and {n_processes} "
+            f"are there; start with `torchrun --nproc-per-node {filled.n_processes} -m "
+            "transformer_vq ...`, or change --parallel.*"
+        )
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """A whole run; a preset is one of these."""
 
@@ -224,6 +268,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -242,6 +287,7 @@ class RunConfig:
                 data=DataConfig(**parts.get("data", {})),
                 optim=OptimConfig(**optim),
                 train=TrainConfig(**parts.get("train", {})),
+                parallel=ParallelConfig(**parts.get("parallel", {})),
             )
         except (KeyError, TypeError) as error:
             raise ValueError(f"this is not the config of a run: {error}") from error

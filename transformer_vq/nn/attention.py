@@ -6,6 +6,7 @@ the distance, as in Transformer-XL.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from operator import add
@@ -74,6 +75,9 @@ class VQAttention(Heads):
         )
         super().__init__(d_model, head_type, d_k, p_dropsin, pe_wavelength)
         self.recompute = recompute
+        self.exchange: Callable[..., AttentionState] | None = None
+        """For training on a stretch of a sequence: gives the state before it, which other
+        processes know, from (k_hat, z, v, state, layout)."""
         self.n_code = n_code
         self.block_len = block_len
         self.reduction = reduction
@@ -135,6 +139,8 @@ class VQAttention(Heads):
 
     def _segment_len(self, batch_size: int, seq_len: int) -> int:
         """How many tokens all operations of the layer work on at a time."""
+        if self._shares_sequences():
+            return seq_len
         if self.reduction == "input_scan":
             return self.block_len
         if self.reduction != "auto":
@@ -149,6 +155,8 @@ class VQAttention(Heads):
         q_content, q_position = self._queries(x_tilde)
         k, v = self._keys_and_values(x_tilde)
         quantized = self.quantizer(k, None if layout is None else layout.valid)
+        if self.exchange is not None and self._shares_sequences():
+            state = self.exchange(quantized.k_hat, quantized.z, v, state, layout)
         wv, state = vq_attention(
             q_content,
             quantized.k_hat,
@@ -163,6 +171,9 @@ class VQAttention(Heads):
         )
         y = self._residual(wv, x_tilde)
         return AttentionOutput(y, state, quantized.commit_loss, quantized.usage)
+
+    def _shares_sequences(self) -> bool:
+        return self.training and self.exchange is not None
 
     def _with_mask(self, state: AttentionState) -> AttentionState:
         """In training a fresh mask if all rows are at their start, else the one carried along."""

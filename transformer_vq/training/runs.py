@@ -35,6 +35,7 @@ FREE_FIELDS = {
     *("data.path", "data.cache", "train.device", "train.recompute", "train.compile"),
     *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
     *("train.keep", "train.tensorboard", "train.wandb"),
+    *("parallel.dp", "parallel.fsdp", "parallel.cp", "parallel.tp"),
 }
 
 
@@ -118,7 +119,7 @@ def _first_model(config: RunConfig) -> TransformerVQ:
         return TransformerVQ(config.model)
     model, _ = load_model(Path(config.train.init_from))
     if model.config != config.model:
-        other = RunConfig(model.config, config.data, config.optim, config.train)
+        other = replace(config, model=model.config)
         fields = ", ".join(config.differences(other))
         raise CheckpointError(f"{config.train.init_from} is another model: {fields} differ")
     return model

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from transformer_vq.checkpoint import state_from_tensors, state_to_tensors
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.nn.device import matmul_precision
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import CodeUsage, NotFiniteError
+from transformer_vq.parallel.data_parallel import total_usage
+from transformer_vq.parallel.plan import Plan
+from transformer_vq.parallel.world import World
 from transformer_vq.training.loss import token_loss
 from transformer_vq.training.optim import learning_rate, make_optimizer
 
@@ -31,20 +33,32 @@ class Update:
 
 
 class Trainer:
-    """A model, its optimizer and the states carried through truncated BPTT."""
+    """A model, its optimizer and the states carried through truncated BPTT.
 
-    def __init__(self, model: TransformerVQ, config: RunConfig, device: torch.device) -> None:
+    world: the processes that work on each update together; without it this one is alone.
+    """
+
+    def __init__(
+        self,
+        model: TransformerVQ,
+        config: RunConfig,
+        device: torch.device,
+        world: World | None = None,
+    ) -> None:
         self.config = config
         self.device = device
+        self.world = World() if world is None else world
         self.model = model.to(device).train()
         self.model.set_recompute(config.train.recompute)
-        self.optimizer = make_optimizer(self.model, config.optim)
+        self.plan = Plan(self.model, config, self.world)
+        self.optimizer = make_optimizer(
+            nn.ParameterList(self.plan.parameters.values()), config.optim
+        )
         self.carried: list[ModelState] = []
         """One state per micro-batch; empty where the next update begins new sequences."""
-        self._forward = torch.compile(self.model) if config.train.compile else self.model
 
     def update(self, batch: Batch, step: int, begins: bool) -> Update:
-        """One step of the optimizer on the windows of `batch`.
+        """One step of the optimizer on the windows of `batch`, of which this process has a share.
 
         step: how many updates came before. begins: the windows are the first of their sequences.
         Raises NotFiniteError, before anything is changed, if the loss or the gradient is not.
@@ -52,22 +66,29 @@ class Trainer:
         n_parts = self.config.train.accumulate
         n_rows = batch.tokens.shape[0] // n_parts
         if begins:
-            self.carried = [self.model.init_state(n_rows) for _ in range(n_parts)]
+            n_own = n_rows // self.world.size("rows")
+            self.carried = [self.model.init_state(n_own) for _ in range(n_parts)]
         n_targets = max(batch.n_targets, 1)
         losses: list[Tensor] = []
         usages: tuple[CodeUsage, ...] | None = None
         self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)  # where the optimizer has views of the weights
         for i in range(n_parts):
-            part = batch.map(lambda x, i=i: x[i * n_rows : (i + 1) * n_rows].to(self.device))  # type: ignore[misc]
-            with matmul_precision(self.device, self.config.train.precision):
-                output = self._forward(part.tokens, self.carried[i], part.valid, part.document_ids)
-                part_nats = token_loss(output, part) / n_targets
-                part_commit = output.commit_loss * (part.n_targets / n_targets)
-            (part_nats + self.config.model.commit_coef * part_commit).backward()
-            self.carried[i] = output.state.detach()
-            losses.append(torch.stack([part_nats.detach(), part_commit.detach()]))
+            part = batch.map(lambda x, i=i: x[i * n_rows : (i + 1) * n_rows])  # type: ignore[misc]
+            part = part.map(lambda x: self.plan.rows(x).to(self.device))
+            with self.plan.part(step, i, is_last=i == n_parts - 1):
+                own, before = self.plan.stretch(part, self.carried[i])
+                with matmul_precision(self.device, self.config.train.precision):
+                    output = self.plan.forward(own.tokens, before, own.valid, own.document_ids)
+                    nats = token_loss(output, own) / n_targets
+                    commit = output.commit_loss * (own.n_targets / n_targets)
+                loss = nats + self.config.model.commit_coef * commit
+                (self.plan.loss_scale * loss).backward()
+            self.carried[i] = self.plan.carry(self.carried[i], part, output.state.detach())
+            losses.append(torch.stack([nats.detach(), commit.detach()]))
             usages = _add(usages, output.code_usage)
-        nats, commit = torch.stack(losses).sum(0)
+        nats, commit = self.plan.totals(*torch.stack(losses).sum(0))
+        self.plan.finish_gradients()
         grad_norm = self._clip()
         if not torch.isfinite(nats + commit + grad_norm):
             raise NotFiniteError(f"loss {float(nats)}, gradient norm {float(grad_norm)}")
@@ -75,35 +96,42 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        self.model.update_codebooks(usages or ())
-        return Update(float(nats), float(commit), float(grad_norm), lr, n_targets, usages or ())
+        usages = total_usage(usages or (), self.world)
+        self.model.update_codebooks(usages)
+        return Update(float(nats), float(commit), float(grad_norm), lr, n_targets, usages)
 
     def _clip(self) -> Tensor:
         """Scale the gradients down to the norm allowed; their norm before that."""
         limit = self.config.optim.grad_clip
         norm = torch.nn.utils.clip_grad_norm_(
-            self.model.parameters(), float("inf") if limit is None else limit
+            self.plan.parameters.values(), float("inf") if limit is None else limit
         )
-        return norm.detach()
+        return self.plan.whole(norm.detach())
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that is needed beside the model to go on bit for bit: optimizer, states, RNG."""
+        """All that is needed beside the model to go on bit for bit: optimizer, states, RNG.
+
+        Nothing in it depends on the layout. All processes must call this together; the first one
+        gets what is to be saved.
+        """
         found = {"rng/cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             found["rng/cuda"] = torch.cuda.get_rng_state(self.device)
-        for name, p in self.model.named_parameters():
+        for name, p in self.plan.parameters.items():
             for key, value in self.optimizer.state.get(p, {}).items():
-                found[f"optimizer/{name}/{key}"] = torch.as_tensor(value)
+                found[f"optimizer/{name}/{key}"] = self.plan.whole(torch.as_tensor(value))
         for i, state in enumerate(self.carried):
-            found |= state_to_tensors(state, f"state{i}")
+            found |= self.plan.whole_state(state, f"state{i}")
         return found
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """The inverse of `tensors`."""
-        for name, p in self.model.named_parameters():
+        for name, p in self.plan.parameters.items():
             prefix = f"optimizer/{name}/"
             moments: dict[str, Any] = {
-                key.removeprefix(prefix): x.to(self.device if x.ndim else "cpu")
+                key.removeprefix(prefix): self.plan.divide(
+                    x.to(self.device if x.ndim else "cpu"), p
+                )
                 for key, x in tensors.items()
                 if key.startswith(prefix)
             }
@@ -113,7 +141,7 @@ class Trainer:
                 self.optimizer.state[p] = moments
         n_states = len({key.split("/")[0] for key in tensors if key.startswith("state")})
         self.carried = [
-            state_from_tensors(tensors, f"state{i}").to(self.device) for i in range(n_states)
+            self.plan.divide_state(tensors, f"state{i}").to(self.device) for i in range(n_states)
         ]
         torch.set_rng_state(tensors["rng/cpu"])
         if "rng/cuda" in tensors and self.device.type == "cuda":

@@ -1,0 +1,175 @@
+"""What is true of every process of a world; run by worlds.py, reported by test_worlds.py."""
+
+from dataclasses import replace
+
+import torch
+from helpers import assert_close, tiny_config
+from torch.distributed.tensor import DTensor
+from worlds import for_worlds
+
+from transformer_vq import TransformerVQ
+from transformer_vq.config import OptimConfig, ParallelConfig, RunConfig, TrainConfig
+from transformer_vq.data.batches import Batch
+from transformer_vq.parallel.world import World
+from transformer_vq.training.step import Trainer
+
+EXACT = 1e-10
+
+
+def run_config(model=None, optim=None, **train):
+    sizes = {"batch_size": 4, "seq_len": 64, "backprop_len": 32, "steps": 10}
+    return RunConfig(
+        tiny_config(**(model or {})),
+        optim=OptimConfig(**({"lr": 1e-2, "warmup": 0, "weight_decay": 1e-3} | (optim or {}))),
+        train=TrainConfig(**(sizes | train)),
+    )
+
+
+def windows(config, n, documents=False, padding=False):
+    """The windows of n updates: random tokens, documents of random lengths, rows that end early."""
+    generator = torch.Generator().manual_seed(1)
+    train = config.train
+    batches = []
+    ids = torch.zeros(train.batch_size, 1, dtype=torch.int64)
+    for number in range(n):
+        shape = (train.batch_size, train.backprop_len)
+        tokens, targets = torch.randint(config.model.vocab_size, (2, *shape), generator=generator)
+        starts = torch.rand(shape, generator=generator) < 0.1
+        ids = ids[:, -1:] + starts.cumsum(1)
+        is_last = (number + 1) * train.backprop_len % train.seq_len == 0
+        ends = torch.tensor([train.backprop_len] * (train.batch_size - 1) + [13])
+        valid = torch.arange(train.backprop_len) < ends[:, None] if is_last else None
+        batches.append(
+            Batch(
+                tokens,
+                targets,
+                positions=torch.zeros_like(tokens),
+                valid=valid if padding else None,
+                document_ids=ids if documents else None,
+            )
+        )
+    return batches
+
+
+def trainer(config, layout=None, dtype=torch.float64):
+    torch.manual_seed(3)
+    model = TransformerVQ(config.model).to(dtype)
+    return Trainer(model, config, torch.device("cpu"), World(layout))
+
+
+def update(trained, batch, step):
+    n_windows = trained.config.train.seq_len // trained.config.train.backprop_len
+    return trained.update(batch, step, begins=step % n_windows == 0)
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def assert_same(one, many, tolerance=EXACT):
+    """Gradients, weights, codebooks, moments and carried states."""
+    for name, p in one.plan.parameters.items():
+        got = many.plan.parameters[name]
+        if p.grad.norm() > 1e-12:  # the first codebook has not been used for all distances
+            assert_close(f"gradient of {name}", whole(got.grad), p.grad, tolerance)
+    model, tensors = many.plan.whole_model(), many.tensors()
+    if not many.world.is_first:
+        return
+    got = model.state_dict()
+    for name, x in one.model.state_dict().items():
+        assert_close(name, got[name], x, tolerance)
+    alone = one.tensors()
+    for name, x in alone.items():
+        got = tensors[name]
+        if name.startswith("state"):
+            x, got = x[:-1], got[:-1]  # the last row may have come to its end
+        if name.endswith("cache/mean"):  # without a count it means nothing
+            in_use = alone[name.replace("mean", "count")][:-1].unsqueeze(-1) > 0
+            x, got = x * in_use, got * in_use
+        if not name.startswith("rng"):
+            assert_close(name, got, x, tolerance)
+
+
+def same_as_one_process(config, layout, dtype=torch.float64, **kind):
+    """Five updates with this layout and five by one process alone give the same."""
+    tolerance = EXACT
+    if dtype == torch.float32:  # without Adam's way of blowing up gradients that are all rounding
+        config, tolerance = replace(config, optim=replace(config.optim, eps=1e-3)), 1e-5
+    one, many = trainer(config, None, dtype), trainer(config, layout, dtype)
+    for step, batch in enumerate(windows(config, 5, **kind)):
+        want, got = update(one, batch, step), update(many, batch, step)
+        for name in ("nats_per_token", "commit_loss", "grad_norm", "tokens"):
+            a, b = getattr(got, name), getattr(want, name)
+            assert abs(a - b) <= tolerance * abs(b), (step, name, a, b)
+        assert_same(one, many, tolerance)
+
+
+@for_worlds(2)
+def check_data_parallel(folder):
+    same_as_one_process(run_config(accumulate=2), ParallelConfig(), documents=True, padding=True)
+    same_as_one_process(run_config(optim={"optimizer": "adafactor"}), ParallelConfig(dp=2))
+    same_as_one_process(run_config(), ParallelConfig(), torch.float32)
+
+
+@for_worlds(4)
+def check_data_parallel_over_four(folder):
+    same_as_one_process(run_config(model={"head_type": "mha"}), ParallelConfig())
+
+
+@for_worlds(2)
+def check_context_parallel(folder):
+    layout = ParallelConfig(cp=2)
+    same_as_one_process(run_config(), layout)
+    same_as_one_process(run_config(recompute=True), layout, documents=True)
+    same_as_one_process(run_config(accumulate=2), layout, documents=True, padding=True)
+    same_as_one_process(run_config({"head_type": "mqa"}), layout)
+    same_as_one_process(run_config({"absolute_positions": True}), layout, padding=True)
+    same_as_one_process(run_config({"grad_through_cache": False}), layout)
+    same_as_one_process(run_config({"compressive_cache": False}), layout)
+    same_as_one_process(run_config(), layout, torch.float32)
+
+
+@for_worlds(4)
+def check_context_parallel_over_four(folder):
+    layout = ParallelConfig(cp=4)
+    same_as_one_process(run_config(), layout, documents=True)
+    same_as_one_process(run_config({"head_type": "mha"}), layout)
+
+
+@for_worlds(4)
+def check_data_and_context_parallel(folder):
+    same_as_one_process(run_config(), ParallelConfig(dp=2, cp=2), documents=True, padding=True)
+
+
+@for_worlds(2)
+def check_sharded(folder):
+    layout = ParallelConfig(fsdp=2)
+    same_as_one_process(run_config(accumulate=2, recompute=True), layout, documents=True)
+    same_as_one_process(run_config({"head_type": "mqa", "absolute_positions": True}), layout)
+    wide = {"d_model": 128, "n_layer": 1, "tie_embeddings": True, "vocab_size": 130}
+    same_as_one_process(run_config(wide, {"optimizer": "adafactor", "grad_clip": None}), layout)
+    same_as_one_process(run_config(), layout, torch.float32)
+
+
+@for_worlds(4)
+def check_sharded_with_copies_and_contexts(folder):
+    same_as_one_process(run_config(), ParallelConfig(dp=2, fsdp=2))
+    same_as_one_process(run_config(), ParallelConfig(fsdp=2, cp=2), documents=True)
+
+
+@for_worlds(2)
+def check_tensor_parallel(folder):
+    for head_type in ("shga", "mqa", "mha"):
+        same_as_one_process(run_config({"head_type": head_type}), ParallelConfig(tp=2))
+    wide = {"d_model": 128, "n_layer": 1, "d_k": 64}
+    adafactor = {"optimizer": "adafactor", "grad_clip": None}
+    same_as_one_process(run_config(wide, adafactor), ParallelConfig(tp=2))
+    same_as_one_process(run_config({"attention": "full"}), ParallelConfig(tp=2))
+    same_as_one_process(run_config(), ParallelConfig(tp=2), torch.float32)
+
+
+@for_worlds(4)
+def check_tensor_parallel_with_others(folder):
+    same_as_one_process(run_config(), ParallelConfig(dp=2, tp=2), documents=True)
+    same_as_one_process(run_config({"head_type": "mha"}), ParallelConfig(dp=2, tp=2))
+    same_as_one_process(run_config(), ParallelConfig(cp=2, tp=2))

@@ -1,0 +1,99 @@
+"""Small worlds of gloo processes for tests: started once, they work through many checks.
+
+No ports (processes meet at a file), no hanging (everything has a time limit), nothing left behind.
+The first check that fails ends its world, because processes that have lost each other cannot go on.
+"""
+
+import importlib
+import json
+import multiprocessing
+import os
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+SECONDS = 240
+
+
+def run_checks(n_processes: int, module: str, folder: Path) -> dict[str, str]:
+    """Run all checks of a module that are meant for so many processes: name -> trace, if any."""
+    context = multiprocessing.get_context("spawn")
+    names = checks_for(n_processes, module)
+    processes = [
+        context.Process(target=_work, args=(rank, n_processes, module, names, folder), daemon=True)
+        for rank in range(n_processes)
+    ]
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + SECONDS
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            if any(process.exitcode for process in processes):
+                time.sleep(1)  # for others that fail on their own
+                break
+            time.sleep(0.05)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        if threads is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = threads
+    results = {}
+    for name in names:
+        reports = [folder / f"{name}-{rank}.json" for rank in range(n_processes)]
+        found = [json.loads(path.read_text()) for path in reports if path.exists()]
+        trouble = "\n".join(text for text in found if text)
+        if not trouble and len(found) < n_processes:
+            trouble = "was not finished: another check failed before it, or time was up"
+        results[name] = trouble
+    return results
+
+
+def checks_for(n_processes: int, module: str) -> list[str]:
+    """Checks are functions whose name begins with check; `worlds` says for how many processes."""
+    found = vars(importlib.import_module(module)).items()
+    return [
+        name
+        for name, function in found
+        if name.startswith("check_") and n_processes in function.worlds
+    ]
+
+
+def for_worlds(*sizes: int):
+    def mark(function):
+        function.worlds = sizes
+        return function
+
+    return mark
+
+
+def _work(rank: int, n_processes: int, module: str, names: list[str], folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=n_processes,
+        timeout=timedelta(seconds=60),
+    )
+    for name in names:
+        torch.manual_seed(0)
+        report = ""
+        try:
+            getattr(importlib.import_module(module), name)(folder)
+        except BaseException:
+            report = f"process {rank} of {n_processes}:\n{traceback.format_exc()}"
+        (folder / f"{name}-{rank}.json").write_text(json.dumps(report))
+        if report:
+            os._exit(1)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,124 @@
+"""Tensor parallel: the widths of every layer are divided among processes.
+
+SHGA divides values, gates and the output projection over d_v, while queries, keys and codebooks are
+the same everywhere; MQA divides query heads, MHA all heads with their codebooks; feed-forward
+layers are divided by columns, then by rows. The model's code does not know of it: its modules
+become narrower, and two hooks make the sums, one over the outputs of a branch, one over the
+gradients of its input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from transformer_vq.config import ModelConfig
+from transformer_vq.nn.heads import Heads
+from transformer_vq.nn.layers import FeedForward
+from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.nn.quantizer import Quantized
+from transformer_vq.parallel.world import World
+
+# The axis along which a tensor of a branch is divided; all others are whole everywhere.
+ATTENTION = {
+    "shga": {"v_proj.weight": 0, "g_proj.weight": 0, "o_proj.weight": 1},
+    "mqa": {"q_proj.weight": 0, "u": 0, "v": 0, "o_proj.weight": 1},
+    "mha": {
+        **{"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "r_proj.weight": 0},
+        **{"u": 0, "v": 0, "o_proj.weight": 1, "quantizer.c_sum": 0, "quantizer.c_count": 0},
+    },
+}
+FEED_FORWARD = {"in_proj.weight": 0, "out_proj.weight": 1}
+STATE = {
+    "shga": {"v": -1, "cache/mean": -1},
+    "mqa": {},
+    "mha": {"k": 1, "v": 1, "z": 1, "cache/mean": 1, "cache/count": 1},
+}
+# What the module believes its size to be.
+WIDTH = {"shga": "d_v", "mqa": "n_group", "mha": "n_head"}
+
+
+def check_widths(config: ModelConfig, n: int) -> None:
+    """Raises ValueError if the widths of a model cannot be divided by n."""
+    what, width = "query heads", config.d_model // config.d_k
+    if config.head_type == "shga":
+        what, width = "value columns", 2 * config.d_model
+    if width % n:
+        raise ValueError(
+            f"parallel.tp={n}: this model's {width} {what} cannot be divided by it; choose another"
+        )
+
+
+def divide_widths(model: TransformerVQ, world: World) -> dict[str, int]:
+    """Make every branch narrower, in place; names and axes of the tensors that were divided."""
+    head_type = model.config.head_type
+    divided: dict[str, int] = {}
+    for number, branch in enumerate(model.branches):
+        axes = FEED_FORWARD if isinstance(branch, FeedForward) else ATTENTION[head_type]
+        tensors = dict(branch.named_parameters()) | dict(branch.named_buffers())
+        for name, dim in axes.items():
+            if name in tensors:  # full attention has no codebooks
+                tensors[name].data = world.part(tensors[name].data, "tp", dim).clone()
+                divided[f"branches.{number}.{name}"] = dim
+        if isinstance(branch, Heads):
+            width = getattr(branch, WIDTH[head_type])
+            setattr(branch, WIDTH[head_type], width // world.size("tp"))
+        _add_hooks(branch, head_type, world)
+    return divided
+
+
+def _add_hooks(branch: nn.Module, head_type: str, world: World) -> None:
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_SumGradients.apply(args[0], world), *args[1:])
+
+    def leave(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        total: Tensor = _SumOutputs.apply(output, world)
+        return total
+
+    def share_commitment(_: nn.Module, args: tuple[Any, ...], output: Quantized) -> Quantized:
+        return replace(output, commit_loss=output.commit_loss / world.size("tp"))
+
+    branch.register_forward_pre_hook(enter)
+    last = branch.o_proj if isinstance(branch, Heads) else branch.out_proj
+    assert isinstance(last, nn.Module)
+    last.register_forward_hook(leave)
+    quantizer = getattr(branch, "quantizer", None)
+    if quantizer is not None and head_type != "mha":
+        # The same keys everywhere: each process answers for its part of their commitment.
+        quantizer.register_forward_hook(share_commitment)
+
+
+def undivided(model: TransformerVQ, divided: dict[str, int]) -> list[nn.Parameter]:
+    """Parameters of branches that are whole everywhere, of whose gradient each process has a part.
+
+    Those outside of branches get the whole gradient on every process.
+    """
+    return [
+        p
+        for name, p in model.named_parameters()
+        if name.startswith("branches.") and name not in divided
+    ]
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.world.sum(grad, "tp"), None
+
+
+class _SumOutputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
+        return world.sum(x, "tp")
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None

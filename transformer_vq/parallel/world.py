@@ -1,0 +1,146 @@
+"""The processes of a run: their number, the place of this one, and what all of them agree on.
+
+`torchrun` starts them and tells each its rank. They form a mesh of four axes, dp x fsdp x cp x tp;
+`rows` stands for dp and fsdp together, `data` for all but tp. A process that is alone never touches
+torch.distributed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from transformer_vq.config import ParallelConfig
+from transformer_vq.nn.device import find_device
+
+AXES = ("dp", "fsdp", "cp", "tp")
+JOINED = {"rows": ("dp", "fsdp"), "shard": ("fsdp", "cp"), "data": ("dp", "fsdp", "cp")}
+
+
+class World:
+    """This process among the others; without a layout it is alone."""
+
+    def __init__(self, layout: ParallelConfig | None = None, device: str = "cpu") -> None:
+        self.layout = ParallelConfig(dp=1) if layout is None else layout.fill(n_processes())
+        self.device = _own_device(device)
+        self.mesh: DeviceMesh | None = None
+        if self.layout.n_processes == 1:
+            return
+        shape = tuple(getattr(self.layout, axis) for axis in AXES)
+        self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
+        for name, axes in JOINED.items():
+            self.mesh[axes]._flatten(name)
+
+    @property
+    def is_alone(self) -> bool:
+        return self.mesh is None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes what only one can write."""
+        return self.mesh is None or dist.get_rank() == 0
+
+    def size(self, axis: str) -> int:
+        return 1 if self.mesh is None else self.mesh[axis].size()
+
+    def rank(self, axis: str) -> int:
+        return 0 if self.mesh is None else self.mesh[axis].get_local_rank()
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        assert self.mesh is not None, "a process that is alone has no group"
+        return self.mesh[axis].get_group()
+
+    def sum(self, x: Tensor, axis: str) -> Tensor:
+        """The sum over all processes along an axis."""
+        if self.size(axis) == 1:
+            return x
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=self.group(axis))
+        return total
+
+    def sums(self, tensors: list[Tensor], axis: str) -> list[Tensor]:
+        """`sum` of several tensors in one message."""
+        if self.size(axis) == 1 or not tensors:
+            return tensors
+        total = self.sum(torch.cat([x.flatten() for x in tensors]), axis)
+        parts = total.split([x.numel() for x in tensors])
+        return [part.view_as(x) for part, x in zip(parts, tensors, strict=True)]
+
+    def smallest(self, n: int) -> int:
+        """The smallest of the numbers that all processes have."""
+        if self.mesh is None:
+            return n
+        x = torch.tensor(n, device=self.device)
+        dist.all_reduce(x, dist.ReduceOp.MIN)
+        return int(x)
+
+    def any(self, flag: bool) -> bool:
+        """Whether it holds for at least one process."""
+        return not self.smallest(not flag)
+
+    def first(self, n: int) -> int:
+        """The number that the first process has."""
+        if self.mesh is None:
+            return n
+        x = torch.tensor(n, device=self.device)
+        dist.broadcast(x, src=0)
+        return int(x)
+
+    def gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        """The parts along an axis as one tensor on its first process; elsewhere the own part."""
+        if self.size(axis) == 1:
+            return x
+        sent = x.to(torch.uint8) if x.dtype == torch.bool else x
+        sent = sent.contiguous()
+        is_first = self.rank(axis) == 0
+        parts = [torch.empty_like(sent) for _ in range(self.size(axis))] if is_first else None
+        dist.gather(sent, parts, group=self.group(axis), group_dst=0)
+        return x if parts is None else torch.cat(parts, dim).to(x.dtype)
+
+    def part(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        """This process's part of a tensor that all have: the inverse of `gather`."""
+        return x.chunk(self.size(axis), dim)[self.rank(axis)]
+
+    @contextmanager
+    def first_of_node_goes_ahead(self) -> Iterator[None]:
+        """What is written below is made by one process per machine and found by the others."""
+        is_ahead = int(os.environ.get("LOCAL_RANK", 0)) == 0
+        if self.mesh is not None and not is_ahead:
+            dist.barrier()
+        yield
+        if self.mesh is not None and is_ahead:
+            dist.barrier()
+
+
+@contextmanager
+def joined(layout: ParallelConfig, device: str) -> Iterator[World]:
+    """The world in which the body is worked on by all processes that `torchrun` has started."""
+    layout.fill(n_processes())  # before anything is opened
+    if n_processes() == 1 or dist.is_initialized():
+        yield World(layout, device)
+        return
+    own = _own_device(device)
+    backend = "nccl" if own.type == "cuda" else "gloo"
+    dist.init_process_group(backend, device_id=own if own.type == "cuda" else None)
+    yield World(layout, device)
+    # Not after an error: the others may be gone, and there is nobody to take leave of.
+    dist.destroy_process_group()
+
+
+def n_processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+def _own_device(name: str) -> torch.device:
+    """The device of that name; of several GPUs the one with the number of the local rank."""
+    device = find_device(name)
+    if device.type == "cuda" and device.index is None and n_processes() > 1:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    return device

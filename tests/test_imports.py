@@ -11,8 +11,8 @@ ROOT = Path(transformer_vq.__file__).parent
 LAYERS = [
     {"ops", "config", "files", "progress"},
     {"nn"},
-    {"data", "checkpoint", "evaluate", "generate", "interop", "presets", "sizes"},
-    {"parallel"},
+    {"data", "checkpoint", "evaluate", "generate", "interop", "presets"},
+    {"parallel", "sizes"},
     {"report", "sample", "snapshot", "training"},
     {"bench", "hf"},
     {"arguments", "cli", "cli_bench", "commands"},

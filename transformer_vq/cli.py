@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from transformer_vq.generate import Sampling
 from transformer_vq.nn.device import find_device, keep_freed_memory
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.presets import PRESETS
+from transformer_vq.progress import IS_SILENT
 from transformer_vq.report import corpus_facts, corpus_table, evaluation_table, sizes_table
 from transformer_vq.sample import read_text, sample_pictures, sample_text, save_grid
 from transformer_vq.sizes import sizes
@@ -211,6 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     name, *rest = arguments
     keep_freed_memory()
+    if IS_SILENT:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         if name not in COMMANDS:
             raise UsageError(
@@ -228,6 +233,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str, status: int) -> None:
+    if IS_SILENT:
+        # What went wrong everywhere is told by the first process, and torchrun ends this one.
+        time.sleep(3)
+        message = f"process {os.environ['RANK']}: {message}"
     print(f"tvq: {message}", file=sys.stderr)
     sys.exit(status)
 

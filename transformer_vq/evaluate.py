@@ -95,12 +95,15 @@ def evaluate(
     max_tokens: int | None = None,
     advance: Callable[[int], None] = lambda n: None,
     stopped: Callable[[], bool] = lambda: False,
+    share: tuple[int, int] = (0, 1),
+    total: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Evaluation | None:
     """Score every token of the split once, with as much context as the protocol gives it.
 
     seq_len: T of the windowed protocol. window, batch_size: how much is worked on at a time; they
     change memory and speed, not the result. max_tokens: only the start of the split; bytes and
-    words are then taken in proportion. Returns None if `stopped` says so.
+    words are then taken in proportion. Returns None if `stopped` says so. share: the number of
+    this process and of all that divide the contexts among them; `total` sums over them.
     """
     _check_sizes(seq_len=seq_len, window=window, batch_size=batch_size, max_tokens=max_tokens)
     device = next(model.parameters()).device
@@ -109,7 +112,7 @@ def evaluate(
     with evaluating(model), matmul_precision(device, precision):
         state, of_group = None, -1
         contexts = _contexts(split, protocol, seq_len, max_tokens)
-        for group, n_rows, batch in _windows(split, contexts, batch_size, window):
+        for group, n_rows, batch in _windows(split, contexts, batch_size, window, share):
             if stopped():
                 return None
             if group != of_group:
@@ -128,7 +131,7 @@ def evaluate(
             nats.index_add_(0, bins, losses.double() * weight.flatten())
             count.index_add_(0, bins, weight.flatten())
             advance(batch.n_targets)
-    return _summary(protocol, nats.tolist(), count.tolist(), split.size)
+    return _summary(protocol, total(nats).tolist(), total(count).tolist(), split.size)
 
 
 def position_bin(positions: Tensor) -> Tensor:
@@ -233,16 +236,28 @@ def _contexts(
 
 
 def _windows(
-    split: Split, contexts: tuple[np.ndarray, np.ndarray, bool], batch_size: int, window: int
+    split: Split,
+    contexts: tuple[np.ndarray, np.ndarray, bool],
+    batch_size: int,
+    window: int,
+    share: tuple[int, int],
 ) -> Iterator[tuple[int, int, Batch]]:
-    """(number of the group of contexts, rows still going on, their next window)."""
+    """(number of the group of contexts, rows still going on, their next window).
+
+    Of each group a process takes every n-th context. All go through the same number of windows,
+    because they may need each other for the model; one that has no context left gets padding.
+    """
     all_begins, all_ends, documents = contexts
+    rank, n_processes = share
     for first in range(0, len(all_begins), batch_size):
-        begins, ends = all_begins[first : first + batch_size], all_ends[first : first + batch_size]
-        lengths = ends - begins
-        for offset in range(0, int(lengths[0]), window):
-            n_rows = int((lengths > offset).sum())  # the longest come first
-            n = min(window, int(lengths[0]) - offset)
+        group = slice(first, first + batch_size)
+        longest = int(all_ends[first] - all_begins[first])  # the longest come first
+        begins, ends = all_begins[group][rank::n_processes], all_ends[group][rank::n_processes]
+        if not len(begins):
+            begins = ends = all_begins[first : first + 1]
+        for offset in range(0, longest, window):
+            n_rows = max(int((ends - begins > offset).sum()), 1)
+            n = min(window, longest - offset)
             yield (
                 first,
                 n_rows,

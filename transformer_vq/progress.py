@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from rich.progress import (
 from rich.text import Text
 
 SECONDS_BETWEEN_LINES = 30.0
+IS_SILENT = int(os.environ.get("RANK", 0)) > 0  # of the processes of torchrun the first one speaks
 
 Advance = Callable[..., None]
 """advance(n, note=""): n more are done; the note stands beside the bar."""
@@ -42,6 +44,9 @@ class _RateColumn(ProgressColumn):
 @contextmanager
 def progress_bar(what: str, total: float | None, unit: str, done: int = 0) -> Iterator[Advance]:
     """Show how far some work is; `done` counts what was done before it began."""
+    if IS_SILENT:
+        yield lambda *_, **__: None
+        return
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _lines(what, total, unit, done)
@@ -90,7 +95,8 @@ def _lines(what: str, total: float | None, unit: str, done: float) -> Advance:
 
 def warn(message: str) -> None:
     """One line for the user, apart from results."""
-    print(message, file=sys.stderr, flush=True)
+    if not IS_SILENT:
+        print(message, file=sys.stderr, flush=True)
 
 
 def short(n: float) -> str:

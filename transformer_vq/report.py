@@ -51,6 +51,8 @@ def sizes_table(name: str, config: RunConfig, result: Sizes) -> str:
         f"weights and gradients {_bytes(2 * result.weight_bytes)}, optimizer "
         f"{_bytes(result.optimizer_bytes)}, activations {_bytes(result.activation_bytes)}"
     )
+    n = config.parallel.n_processes
+    where = f" on each of {n} devices" if n > 1 else ""
     rows = {
         "parameters": f"{result.parameters:,}",
         "numbers in codebooks": f"{result.codebooks:,}",
@@ -58,8 +60,8 @@ def sizes_table(name: str, config: RunConfig, result: Sizes) -> str:
         "tokens per update": f"{tokens:,}",
         "updates": f"{train.steps:,} ({short(tokens * train.steps)} tokens, {flops:.2e} FLOPs)",
         "state per sequence": _bytes(result.state_bytes),
-        "weights": _bytes(result.weight_bytes),
-        "training, estimate": f"{_bytes(result.train_bytes)}: {parts}",
+        "weights": _bytes(result.weight_bytes) + where,
+        "training, estimate": f"{_bytes(result.train_bytes)}{where}: {parts}",
     }
     title = f"{name}: {config.model.head_type}, {config.model.attention} attention"
     return "\n".join([title, *(f"  {label:<22} {value}" for label, value in rows.items())])

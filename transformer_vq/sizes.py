@@ -9,13 +9,14 @@ import torch
 from transformer_vq.config import ModelConfig, RunConfig
 from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.parallel.tensor_parallel import divided_axes
 
 FLOAT = 4  # bytes
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """All memory in bytes, all FLOPs per token."""
+    """All memory in bytes and on one device, all FLOPs per token."""
 
     parameters: int
     codebooks: int
@@ -37,24 +38,40 @@ class Sizes:
 
 
 def sizes(config: RunConfig) -> Sizes:
-    """Nothing is allocated: the model is built on the meta device."""
+    """Nothing is allocated: the model is built on the meta device.
+
+    With `config.parallel`, memory is that of one of its devices.
+    """
     with torch.device("meta"):
         model = TransformerVQ(config.model)
-    shapes = [p.shape for p in model.parameters()]
-    parameters = sum(shape.numel() for shape in shapes)
+    layout = config.parallel
+    n_shards = layout.fsdp * layout.cp if layout.fsdp > 1 else 1
+    divided = divided_axes(model) if layout.tp > 1 else {}
+    n_parts = {
+        name: n_shards * (layout.tp if name in divided else 1) for name in model.state_dict()
+    }
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    parameters = sum(shape.numel() for shape in shapes.values())
     codebooks = sum(b.numel() for name, b in model.named_buffers() if "started" not in name)
+    # What lies on a device all the time, and what FSDP gathers: embeddings and head, and two
+    # branches, that at work and the next one.
+    resident = sum(-(-shape.numel() // n_parts[name]) for name, shape in shapes.items())
+    gathered = 0
+    if n_shards > 1:
+        branches = [sum(p.numel() for p in branch.parameters()) for branch in model.branches]
+        gathered = parameters - sum(branches) + 2 * max(branches)
     forward = flops_per_token(config.model, config.train.seq_len)
     if config.optim.optimizer == "adamw":
-        optimizer = 2 * parameters
+        optimizer = 2 * resident
     else:
-        optimizer = sum(_adafactor_numbers(shape) for shape in shapes)
+        optimizer = sum(_adafactor_numbers(x, n_parts[name]) for name, x in shapes.items())
     return Sizes(
         parameters=parameters,
         codebooks=codebooks,
         forward_flops=forward,
         train_flops=3 * forward,
         state_bytes=_state_bytes(config.model, config.train.seq_len),
-        weight_bytes=FLOAT * (parameters + codebooks),
+        weight_bytes=FLOAT * (resident + gathered + codebooks),
         optimizer_bytes=FLOAT * optimizer,
         activation_bytes=_activation_bytes(config, _n_segments(model, config)),
     )
@@ -84,14 +101,14 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     return config.n_layer * per_layer + 2 * d_model * config.vocab_size
 
 
-def _widths(config: ModelConfig) -> tuple[int, int, int, int]:
+def _widths(config: ModelConfig, tp: int = 1) -> tuple[int, int, int, int]:
     """Query heads, key heads, width of a value head, width of the feed-forward layer."""
     if config.head_type == "shga":
-        return 1, 1, 2 * config.d_model, 0
-    heads = config.d_model // config.d_k
+        return 1, 1, 2 * config.d_model // tp, 0
+    heads = config.d_model // config.d_k // tp
     if config.head_type == "mha":
-        return heads, heads, config.d_k, 4 * config.d_model
-    return heads, 1, config.d_k, 5 * config.d_model
+        return heads, heads, config.d_k, 4 * config.d_model // tp
+    return heads, 1, config.d_k, 5 * config.d_model // tp
 
 
 def _attentions(config: ModelConfig) -> int:
@@ -99,12 +116,12 @@ def _attentions(config: ModelConfig) -> int:
     return 2 if config.head_type == "shga" else 1
 
 
-def _state_bytes(config: ModelConfig, seq_len: int, wide: int = FLOAT) -> int:
+def _state_bytes(config: ModelConfig, seq_len: int, wide: int = FLOAT, tp: int = 1) -> int:
     """Arithmetic instead of a state on the meta device: that of full attention is not made yet.
 
     wide: bytes of a number in keys and values; the cache is always float32.
     """
-    _, kv_heads, d_v, _ = _widths(config)
+    _, kv_heads, d_v, _ = _widths(config, tp)
     if config.attention == "full":
         per_head = wide * seq_len * (config.d_k + d_v)
     else:
@@ -124,12 +141,12 @@ def _activation_bytes(config: RunConfig, n_segments: int) -> int:
     n_segments: parts in which a window goes through a branch; recomputation keeps the state before
     each of them, and computes one of them again at a time.
     """
-    model, train = config.model, config.train
+    model, train, layout = config.model, config.train, config.parallel
     n_rows = _micro_batch(config)
-    heads, kv_heads, d_v, d_ff = _widths(model)
+    heads, kv_heads, d_v, d_ff = _widths(model, layout.tp)
     wide = 2 if train.precision == "bf16" else FLOAT
-    state_before = _state_bytes(model, train.seq_len - train.backprop_len, wide)
-    state_after = _state_bytes(model, train.seq_len, wide)
+    state_before = _state_bytes(model, train.seq_len - train.backprop_len, wide, layout.tp)
+    state_after = _state_bytes(model, train.seq_len, wide, layout.tp)
 
     # Numbers per token that an attention branch keeps of queries for content and for position, of
     # the output, with a gate also before it and the gate itself, and of keys and values as
@@ -153,7 +170,7 @@ def _activation_bytes(config: RunConfig, n_segments: int) -> int:
     feed_forward = norm + wide * 2 * d_ff if d_ff else 0
     gradients = FLOAT * 2 * (scores + heads * d_v)
 
-    tokens = n_rows * train.backprop_len
+    tokens = n_rows * train.backprop_len // layout.cp
     logits = 3 * FLOAT * model.vocab_size
     if train.recompute:
         inputs = 2 * model.n_layer * FLOAT * model.d_model
@@ -163,26 +180,28 @@ def _activation_bytes(config: RunConfig, n_segments: int) -> int:
     else:
         per_layer = attention * _attentions(model) + feed_forward
         per_token = model.n_layer * per_layer + gradients + logits
-    return tokens * per_token + train.batch_size * state_before + n_rows * state_after
+    carried = train.batch_size // layout.n_rows * state_before
+    return tokens * per_token + carried + n_rows * state_after
 
 
 def _micro_batch(config: RunConfig) -> int:
     """Sequences that go through the model at once; all, if the number of parts is left open."""
-    return config.train.batch_size // max(config.train.accumulate, 1)
+    n_parts = config.parallel.n_rows * max(config.train.accumulate, 1)
+    return config.train.batch_size // n_parts
 
 
 def _n_segments(model: TransformerVQ, config: RunConfig) -> int:
     """In how many parts a window of a micro-batch goes through an attention branch."""
     train, attention = config.train, model.branches[0]
-    if not isinstance(attention, VQAttention):
+    if not isinstance(attention, VQAttention) or config.parallel.cp > 1:
         return 1
     segment_len = attention._segment_len(_micro_batch(config), train.backprop_len)
     return -(-train.backprop_len // segment_len)
 
 
-def _adafactor_numbers(shape: torch.Size, min_factored: int = 128) -> int:
+def _adafactor_numbers(shape: torch.Size, n_parts: int = 1, min_factored: int = 128) -> int:
     """Second moments as a row and a column where both dimensions are large enough."""
     if len(shape) < 2 or sorted(shape)[-2] < min_factored:
-        return shape.numel()
+        return -(-shape.numel() // n_parts)
     *_, second, largest = sorted(shape)
     return shape.numel() // second + shape.numel() // largest

@@ -1,9 +1,12 @@
 """What is true of every process of a world; run by worlds.py, reported by test_worlds.py."""
 
+import os
+import signal
 from dataclasses import replace
 
 import torch
-from helpers import assert_close, tiny_config
+import torch.distributed as dist
+from helpers import assert_close, tiny_config, tiny_run
 from torch.distributed.tensor import DTensor
 from worlds import for_worlds
 
@@ -11,6 +14,8 @@ from transformer_vq import TransformerVQ
 from transformer_vq.config import OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.parallel.world import World
+from transformer_vq.training.metrics import read_metrics
+from transformer_vq.training.runs import resume, train
 from transformer_vq.training.step import Trainer
 
 EXACT = 1e-10
@@ -173,3 +178,64 @@ def check_tensor_parallel_with_others(folder):
     same_as_one_process(run_config(), ParallelConfig(dp=2, tp=2), documents=True)
     same_as_one_process(run_config({"head_type": "mha"}), ParallelConfig(dp=2, tp=2))
     same_as_one_process(run_config(), ParallelConfig(cp=2, tp=2))
+
+
+def tiny(folder, layout=None, **changes):
+    """A run of ten updates on text; nothing random in it unless asked for."""
+    still = {"p_dropsin": 0.0, "p_dropres": 0.0, "p_droplyr": 0.0, "revive_below": 0.0}
+    changes = {"model": still, "optim": {"eps": 1e-3}, **changes}
+    return replace(tiny_run(folder, **changes), parallel=layout or ParallelConfig())
+
+
+def losses(run):
+    return [(row["kind"], row["step"], row["nats_per_token"]) for row in read_metrics(run)]
+
+
+def until(step, work):
+    """Do some work of a run until a signal comes to the last process during that update."""
+    update = Trainer.update
+
+    def and_signal(self, batch, at, begins):
+        if at == step - 1 and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return update(self, batch, at, begins)
+
+    Trainer.update = and_signal
+    try:
+        result = work()
+    finally:
+        Trainer.update = update
+    assert (result.step, result.finished) == (step, False)
+
+
+def shared(folder):
+    """The data of runs; the first process writes them."""
+    if dist.get_rank() == 0:
+        tiny(folder)
+    dist.barrier()
+    return folder
+
+
+@for_worlds(2)
+def check_a_run_stops_everywhere_and_goes_on_bit_for_bit(folder):
+    run, data = folder / "exact", shared(folder)
+    for layout in (ParallelConfig(dp=2), ParallelConfig(cp=2)):
+        config = tiny_run(data, model={"p_droplyr": 0.3})  # all kinds of dropout, revival of codes
+        config = replace(config, parallel=layout)
+        whole, cut = run / f"whole-{layout.cp}", run / f"cut-{layout.cp}"
+        assert train(config, whole).finished
+        until(2, lambda cut=cut, config=config: train(config, cut))
+        until(7, lambda cut=cut: resume(cut))
+        assert resume(cut).finished
+        assert losses(cut) == losses(whole)
+        assert len(losses(whole)) == 13
+
+
+@for_worlds(2)
+def check_a_run_goes_on_with_another_layout(folder):
+    data = shared(folder)
+    run = folder / "layouts"
+    until(2, lambda: train(tiny(data, ParallelConfig(dp=2)), run))
+    until(4, lambda: resume(run, tiny(data, ParallelConfig(tp=2))))
+    until(5, lambda: resume(run, tiny(data, ParallelConfig(cp=2))))
+    until(7, lambda: resume(run, tiny(data, ParallelConfig(fsdp=2))))  # one process does the rest

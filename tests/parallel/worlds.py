@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -76,6 +77,7 @@ def _work(rank: int, n_processes: int, module: str, names: list[str], folder: Pa
     import torch
     import torch.distributed as dist
 
+    warnings.simplefilter("error")
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     dist.init_process_group(

@@ -11,6 +11,7 @@ import warnings
 from dataclasses import replace
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
@@ -27,7 +28,7 @@ def replicate(model: TransformerVQ, world: World) -> DistributedDataParallel:
     return DistributedDataParallel(
         model,
         process_group=world.group("data"),
-        broadcast_buffers=False,
+        forward_sync_buffers=False,
         gradient_as_bucket_view=True,
     )
 
@@ -36,13 +37,16 @@ def shard(model: TransformerVQ, config: RunConfig, world: World) -> None:
     """Divide weights, gradients and moments over fsdp x cp, with copies over dp; in place."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes a second to load
 
-    assert world.mesh is not None
     for kind in (AttentionOutput, ModelOutput):  # so that FSDP finds the tensors in them
         if kind not in _pytree.SUPPORTED_NODES:
             _pytree.register_dataclass(kind)
     # FSDP warns of outputs that are views, which would be a danger only if they were overwritten.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    mesh = world.mesh["shard"] if world.size("dp") == 1 else world.mesh["dp", "shard"]
+    n_copies, n_shards = world.layout.dp, world.layout.fsdp * world.layout.cp
+    mesh = init_device_mesh(
+        world.device.type, (n_copies, n_shards), mesh_dim_names=("copies", "shards")
+    )
+    mesh = mesh["shards"] if n_copies == 1 else mesh
     half = config.train.precision == "bf16"
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if half else None,

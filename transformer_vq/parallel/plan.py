@@ -144,8 +144,7 @@ class Plan:
             return dict(self.model.named_parameters())
         from transformer_vq.parallel.parts import parameters_in_parts
 
-        assert self.world.mesh is not None
-        return parameters_in_parts(self.model, self._divided, self.world.mesh["tp"])
+        return parameters_in_parts(self.model, self._divided, self.world.axes["tp"])
 
     def whole_model(self) -> TransformerVQ:
         """The model with nothing divided, on the first process; all must call this together."""

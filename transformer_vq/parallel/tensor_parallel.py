@@ -52,17 +52,26 @@ def check_widths(config: ModelConfig, n: int) -> None:
         )
 
 
+def divided_axes(model: TransformerVQ) -> dict[str, int]:
+    """Names of the tensors of a model that are divided, and along which axis."""
+    found: dict[str, int] = {}
+    for number, branch in enumerate(model.branches):
+        axes = ATTENTION[model.config.head_type]
+        if isinstance(branch, FeedForward):
+            axes = FEED_FORWARD
+        there = branch.state_dict()  # full attention has no codebooks
+        found |= {f"branches.{number}.{name}": axes[name] for name in axes if name in there}
+    return found
+
+
 def divide_widths(model: TransformerVQ, world: World) -> dict[str, int]:
     """Make every branch narrower, in place; names and axes of the tensors that were divided."""
     head_type = model.config.head_type
-    divided: dict[str, int] = {}
-    for number, branch in enumerate(model.branches):
-        axes = FEED_FORWARD if isinstance(branch, FeedForward) else ATTENTION[head_type]
-        tensors = dict(branch.named_parameters()) | dict(branch.named_buffers())
-        for name, dim in axes.items():
-            if name in tensors:  # full attention has no codebooks
-                tensors[name].data = world.part(tensors[name].data, "tp", dim).clone()
-                divided[f"branches.{number}.{name}"] = dim
+    divided = divided_axes(model)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, dim in divided.items():
+        tensors[name].data = world.part(tensors[name].data, "tp", dim).clone()
+    for branch in model.branches:
         if isinstance(branch, Heads):
             width = getattr(branch, WIDTH[head_type])
             setattr(branch, WIDTH[head_type], width // world.size("tp"))

@@ -8,6 +8,8 @@ torch.distributed.
 from __future__ import annotations
 
 import os
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,12 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from transformer_vq.config import ParallelConfig
 from transformer_vq.nn.device import find_device
 
 AXES = ("dp", "fsdp", "cp", "tp")
-JOINED = {"rows": ("dp", "fsdp"), "shard": ("fsdp", "cp"), "data": ("dp", "fsdp", "cp")}
+JOINED = {"rows": ("dp", "fsdp"), "data": ("dp", "fsdp", "cp")}
 
 
 class World:
@@ -29,32 +33,31 @@ class World:
     def __init__(self, layout: ParallelConfig | None = None, device: str = "cpu") -> None:
         self.layout = ParallelConfig(dp=1) if layout is None else layout.fill(n_processes())
         self.device = _own_device(device)
-        self.mesh: DeviceMesh | None = None
+        self.axes: dict[str, DeviceMesh] = {}
         if self.layout.n_processes == 1:
             return
         shape = tuple(getattr(self.layout, axis) for axis in AXES)
-        self.mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
-        for name, axes in JOINED.items():
-            self.mesh[axes]._flatten(name)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
+        self.axes = {axis: mesh[axis] for axis in AXES}
+        self.axes |= {name: mesh[axes]._flatten(name) for name, axes in JOINED.items()}
 
     @property
     def is_alone(self) -> bool:
-        return self.mesh is None
+        return not self.axes
 
     @property
     def is_first(self) -> bool:
         """Whether this process writes what only one can write."""
-        return self.mesh is None or dist.get_rank() == 0
+        return self.is_alone or dist.get_rank() == 0
 
     def size(self, axis: str) -> int:
-        return 1 if self.mesh is None else self.mesh[axis].size()
+        return 1 if self.is_alone else self.axes[axis].size()
 
     def rank(self, axis: str) -> int:
-        return 0 if self.mesh is None else self.mesh[axis].get_local_rank()
+        return 0 if self.is_alone else self.axes[axis].get_local_rank()
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        assert self.mesh is not None, "a process that is alone has no group"
-        return self.mesh[axis].get_group()
+        return self.axes[axis].get_group()
 
     def sum(self, x: Tensor, axis: str) -> Tensor:
         """The sum over all processes along an axis."""
@@ -74,7 +77,7 @@ class World:
 
     def smallest(self, n: int) -> int:
         """The smallest of the numbers that all processes have."""
-        if self.mesh is None:
+        if self.is_alone:
             return n
         x = torch.tensor(n, device=self.device)
         dist.all_reduce(x, dist.ReduceOp.MIN)
@@ -86,7 +89,7 @@ class World:
 
     def first(self, n: int) -> int:
         """The number that the first process has."""
-        if self.mesh is None:
+        if self.is_alone:
             return n
         x = torch.tensor(n, device=self.device)
         dist.broadcast(x, src=0)
@@ -111,10 +114,10 @@ class World:
     def first_of_node_goes_ahead(self) -> Iterator[None]:
         """What is written below is made by one process per machine and found by the others."""
         is_ahead = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        if self.mesh is not None and not is_ahead:
+        if not self.is_alone and not is_ahead:
             dist.barrier()
         yield
-        if self.mesh is not None and is_ahead:
+        if not self.is_alone and is_ahead:
             dist.barrier()
 
 
@@ -127,10 +130,44 @@ def joined(layout: ParallelConfig, device: str) -> Iterator[World]:
         return
     own = _own_device(device)
     backend = "nccl" if own.type == "cuda" else "gloo"
-    dist.init_process_group(backend, device_id=own if own.type == "cuda" else None)
+    store, rank, size = _own_store()
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=size,
+        device_id=own if own.type == "cuda" else None,
+    )
     yield World(layout, device)
     # Not after an error: the others may be gone, and there is nobody to take leave of.
     dist.destroy_process_group()
+
+
+def _own_store() -> tuple[Store, int, int]:
+    """The store of `torchrun` as far as it belongs to this start, with rank and world size.
+
+    After a failure torchrun starts all processes anew but keeps the store, where those of before
+    have left their addresses. So the first process names each start, and tells the name to those
+    who greet it with a word that nobody has used before.
+    """
+    store, rank, size = next(rendezvous("env://"))
+    name = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"tvq/greeting/{rank}", name)
+        name = store.get(f"tvq/answer/{name}").decode()
+        store.set(f"tvq/{name}/{rank}", "here")
+    missing = set(range(1, size)) if rank == 0 else set()
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"tvq/greeting/{other}"]):
+                store.set(f"tvq/answer/{store.get(f'tvq/greeting/{other}').decode()}", name)
+            if store.check([f"tvq/{name}/{other}"]):
+                missing.remove(other)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {sorted(missing)} of {size} have not appeared")
+        time.sleep(0.01)
+    return PrefixStore(name, store), rank, size
 
 
 def n_processes() -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from transformer_vq.checkpoint import MODEL, Checkpoint, checkpoint_steps, save_checkpoint
@@ -37,7 +39,7 @@ class Result:
 
 
 class Sitting:
-    """One process's share of a run."""
+    """A run from one start of the program to its end, in all its processes alike."""
 
     def __init__(
         self,
@@ -58,25 +60,32 @@ class Sitting:
 
     def go(self) -> Result:
         train = self.config.train
+        world = self.trainer.world
         with (
             StopRequest() as stop,
-            metrics_log(self.run, self.config, self.step) as log,
+            metrics_log(self.run, self.config, self.step, world.is_first) as log,
             progress_bar(self.run.name, train.steps, "updates", self.step) as advance,
         ):
+            # All processes stop together, whichever of them was asked to.
+            stopping = partial(self._stops, stop)
             # One lap more than there are updates, so that the last one is validated and saved too.
             while True:
                 at_end = self.step == train.steps
                 due = self.step % train.eval_every == 0 or at_end
-                if due and self.validated_at != self.step and not stop:
-                    self._validate(log, stop)
-                due = self.step % train.save_every == 0 or at_end or bool(stop)
+                if due and self.validated_at != self.step and not stopping():
+                    self._validate(log, stopping)
+                is_last = stopping() or at_end
+                due = self.step % train.save_every == 0 or is_last
                 if due and self.saved_at != self.step:
-                    self._save(must=at_end or bool(stop))
-                if at_end or stop:
+                    self._save(must=is_last)
+                if is_last:
                     break
                 advance(1, note=self._update(log))
         finished = self.step == train.steps
         return Result(self.run, self.step, finished, stop.signal, self.best_loss)
+
+    def _stops(self, stop: StopRequest) -> bool:
+        return self.trainer.world.any(bool(stop))
 
     def _update(self, log: MetricsLog) -> str:
         """One update; what is to stand beside the progress bar."""
@@ -110,9 +119,9 @@ class Sitting:
             )
         return f"{bits:.3f} bits/byte, {update.tokens / seconds:,.0f} tokens/s{self._codes_note}"
 
-    def _validate(self, log: MetricsLog, stop: StopRequest) -> None:
+    def _validate(self, log: MetricsLog, stopping: Callable[[], bool]) -> None:
         """Score the validation split; keep the model if it is the best so far."""
-        train = self.config.train
+        train, world = self.config.train, self.trainer.world
         start = time.perf_counter()
         result = evaluate(
             self.trainer.model,
@@ -122,7 +131,9 @@ class Sitting:
             batch_size=train.batch_size // train.accumulate,
             precision=train.precision,
             max_tokens=train.eval_tokens,
-            stopped=lambda: bool(stop),
+            stopped=stopping,
+            share=(world.rank("data"), world.size("data")),
+            total=lambda x: world.sum(x, "data"),
         )
         if result is None:
             return
@@ -138,10 +149,13 @@ class Sitting:
         warn(f"step {self.step}: validation {result.bits_per_byte:.4f} bits/byte")
         if result.nats_per_token < self.best_loss:
             self.best_loss = result.nats_per_token
+            model = self.trainer.plan.whole_model()
+            if not world.is_first:
+                return
             folder = self.run / "best"
             try:
                 folder.mkdir(exist_ok=True)
-                self.trainer.model.save(folder / MODEL)
+                model.save(folder / MODEL)
             except OSError as error:
                 warn(f"cannot save the best model: {error}")
 
@@ -153,7 +167,10 @@ class Sitting:
             "validated_at": self.validated_at,
             "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
         }
-        checkpoint = Checkpoint(self.step, self.trainer.model, self.trainer.tensors(), facts)
+        model, tensors = self.trainer.plan.whole_model(), self.trainer.tensors()
+        if not self.trainer.world.is_first:
+            return
+        checkpoint = Checkpoint(self.step, model, tensors, facts)
         try:
             save_checkpoint(self.run, checkpoint, self.config.train.keep)
         except OSError as error:

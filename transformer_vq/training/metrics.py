@@ -40,10 +40,13 @@ def rewind(run: Path, step: int, validated_at: int) -> None:
 class MetricsLog:
     """Rows with a kind (train, validation) and a step."""
 
-    def __init__(self, run: Path, config: RunConfig, step: int) -> None:
+    def __init__(self, run: Path, config: RunConfig, step: int, writes: bool = True) -> None:
         self._path = run / NAME
         self._failed = False
+        self._writes = writes
         self._tensorboard = self._wandb = None
+        if not writes:
+            return
         if config.train.tensorboard:
             folder = str(run / "tensorboard")
             self._tensorboard = _summary_writer()(folder, purge_step=step + 1)
@@ -58,6 +61,8 @@ class MetricsLog:
             )
 
     def write(self, kind: str, step: int, **values: float | None) -> None:
+        if not self._writes:
+            return
         row = {"kind": kind, "step": step, **values}
         try:
             with open(self._path, "a") as file:
@@ -81,9 +86,11 @@ class MetricsLog:
 
 
 @contextmanager
-def metrics_log(run: Path, config: RunConfig, step: int) -> Iterator[MetricsLog]:
-    """The log of a run that stands at `step`."""
-    log = MetricsLog(run, config, step)
+def metrics_log(
+    run: Path, config: RunConfig, step: int, writes: bool = True
+) -> Iterator[MetricsLog]:
+    """The log of a run that stands at `step`; of several processes only one writes."""
+    log = MetricsLog(run, config, step, writes)
     try:
         yield log
     finally:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from transformer_vq.checkpoint import (
+    Checkpoint,
     CheckpointError,
+    load_checkpoint,
     load_model,
     locked,
     newest_checkpoint,
@@ -19,8 +24,10 @@ from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpora import Corpus, prepare
 from transformer_vq.files import write_json
-from transformer_vq.nn.device import find_device, total_memory
+from transformer_vq.nn.device import total_memory
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.parallel.plan import check_layout
+from transformer_vq.parallel.world import World, joined
 from transformer_vq.progress import warn
 from transformer_vq.sizes import sizes
 from transformer_vq.training.loop import Result, Sitting
@@ -40,43 +47,55 @@ FREE_FIELDS = {
 
 
 def train(config: RunConfig, run: Path) -> Result:
-    """Begin a run in the folder `run`, which must not hold one yet."""
-    if (run / "config.json").exists():
-        raise CheckpointError(f"{run} already holds a run; go on with `tvq resume {run}`")
-    if run.exists() and not run.is_dir():
-        raise CheckpointError(f"{run} is a file; give the name of a new folder")
-    config = _with_absolute_paths(config)
-    check_loggers(config)
-    device = find_device(config.train.device)
-    corpus = prepare(config.data, config.model.vocab_size)
-    batches = training_batches(config, corpus)
-    config = with_parts_that_fit(config, total_memory(device))
-    trainer = _first_trainer(config, device)
-    run.mkdir(parents=True, exist_ok=True)
-    with locked(run):
-        write_json(run / "config.json", config.to_dict())
-        corpus.tokenizer().save(run)
-        return Sitting(run, config, corpus, batches, trainer).go()
+    """Begin a run in the folder `run`, which must not hold one yet.
+
+    Under `torchrun` all processes call this; if it had to start them anew, the run goes on.
+    """
+    with joined(config.parallel, config.train.device) as world:
+        is_there = (run / "config.json").exists()
+        if is_there and world.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0):
+            return _resume(run, read_config(run), world)
+        if is_there:
+            raise CheckpointError(f"{run} already holds a run; go on with `tvq resume {run}`")
+        if run.exists() and not run.is_dir():
+            raise CheckpointError(f"{run} is a file; give the name of a new folder")
+        config = _with_absolute_paths(config)
+        check_layout(config, world.layout)
+        check_loggers(config)
+        corpus = _corpus(config, world)
+        batches = training_batches(config, corpus)
+        config = with_parts_that_fit(config, _memory(world), world)
+        trainer = _first_trainer(config, world)
+        with _sole_user(run, world):
+            if world.is_first:
+                write_json(run / "config.json", config.to_dict())
+                corpus.tokenizer().save(run)
+            return Sitting(run, config, corpus, batches, trainer).go()
 
 
 def resume(run: Path, config: RunConfig | None = None) -> Result:
     """Go on from the newest checkpoint that can be read, bit for bit as if never interrupted.
 
     config: the run's own with changes; raises CheckpointError naming those that would make it
-    another run.
+    another run. The number of processes and their layout may be others than before.
     """
     stored = read_config(run)
     config = stored if config is None else config
     _check_same(stored, config, run)
+    with joined(config.parallel, config.train.device) as world:
+        return _resume(run, config, world)
+
+
+def _resume(run: Path, config: RunConfig, world: World) -> Result:
+    check_layout(config, world.layout)
     check_loggers(config)
-    device = find_device(config.train.device)
-    corpus = prepare(config.data, config.model.vocab_size)
+    corpus = _corpus(config, world)
     batches = training_batches(config, corpus)
-    with locked(run):
-        checkpoint = newest_checkpoint(run)
+    with _sole_user(run, world):
+        checkpoint = _agreed_checkpoint(run, world)
         if checkpoint is None:
             warn(f"{run} has no checkpoint yet: starting from the beginning")
-            trainer = _first_trainer(config, device)
+            trainer = _first_trainer(config, world)
             sitting = Sitting(run, config, corpus, batches, trainer)
         else:
             _check_same(RunConfig.from_dict(checkpoint.facts["config"]), config, run)
@@ -84,15 +103,16 @@ def resume(run: Path, config: RunConfig | None = None) -> Result:
                 raise CheckpointError(
                     f"the data of {run} have changed since it began; bring back the old ones"
                 )
-            trainer = Trainer(checkpoint.model, config, device)
+            trainer = Trainer(checkpoint.model, config, world.device, world)
             trainer.load_tensors(checkpoint.tensors)
             sitting = Sitting(run, config, corpus, batches, trainer)
             sitting.step = sitting.saved_at = checkpoint.step
             sitting.validated_at = checkpoint.facts["validated_at"]
             best_loss = checkpoint.facts["best_loss"]
             sitting.best_loss = math.inf if best_loss is None else best_loss
-        rewind(run, sitting.step, sitting.validated_at)
-        write_json(run / "config.json", config.to_dict())
+        if world.is_first:
+            rewind(run, sitting.step, sitting.validated_at)
+            write_json(run / "config.json", config.to_dict())
         return sitting.go()
 
 
@@ -107,10 +127,35 @@ def train_or_resume(config: RunConfig, run: Path) -> Result:
     return resume(run, config)
 
 
-def _first_trainer(config: RunConfig, device: torch.device) -> Trainer:
+def _agreed_checkpoint(run: Path, world: World) -> Checkpoint | None:
+    """The newest whole checkpoint that the first process finds, on all of them."""
+    found = newest_checkpoint(run) if world.is_first else None
+    step = world.first(-1 if found is None else found.step)
+    if found is None and step >= 0:
+        found = load_checkpoint(run, step)
+    return found
+
+
+@contextmanager
+def _sole_user(run: Path, world: World) -> Iterator[None]:
+    """The lock of a run is held by the first process for all of them."""
+    if not world.is_first:
+        yield
+        return
+    run.mkdir(parents=True, exist_ok=True)
+    with locked(run):
+        yield
+
+
+def _corpus(config: RunConfig, world: World) -> Corpus:
+    with world.first_of_node_goes_ahead():
+        return prepare(config.data, config.model.vocab_size)
+
+
+def _first_trainer(config: RunConfig, world: World) -> Trainer:
     """The beginning of a run: everything random follows from its seed."""
     torch.manual_seed(config.train.seed)
-    return Trainer(_first_model(config), config, device)
+    return Trainer(_first_model(config), config, world.device, world)
 
 
 def _first_model(config: RunConfig) -> TransformerVQ:
@@ -138,18 +183,26 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     return replace(config, data=data, train=replace(config.train, init_from=init_from))
 
 
-def with_parts_that_fit(config: RunConfig, memory: int) -> RunConfig:
+def with_parts_that_fit(config: RunConfig, memory: int, world: World | None = None) -> RunConfig:
     """If `train.accumulate` leaves it open: the fewest parts of a batch that fit into memory."""
     if config.train.accumulate:
         return config
-    n_rows = config.train.batch_size
+    world = World() if world is None else world
+    n_rows = config.train.batch_size // world.layout.n_rows
     for accumulate in (n for n in range(1, n_rows + 1) if n_rows % n == 0):
         chosen = replace(config, train=replace(config.train, accumulate=accumulate))
-        if sizes(chosen).train_bytes <= USABLE_MEMORY * memory:
+        needed = sizes(replace(chosen, parallel=world.layout)).train_bytes
+        if world.smallest(needed <= USABLE_MEMORY * memory):
             break
     else:
         warn("one sequence at a time may be too much for this memory; train.recompute takes less")
     return chosen
+
+
+def _memory(world: World) -> int:
+    """Bytes for this process; those of one machine share what is not on a GPU."""
+    n = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world.device.type == "cpu" else 1
+    return total_memory(world.device) // n
 
 
 def training_batches(config: RunConfig, corpus: Corpus) -> TrainingBatches:

@@ -1,0 +1,97 @@
+"""torchrun as users start it: the command line, and a worker that dies."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from checks import losses, tiny
+
+from transformer_vq.training.metrics import read_metrics
+
+SECONDS = 120
+
+
+def torchrun(run, config, *options, **kwargs):
+    """`torchrun ... tvq train` for a run of that config."""
+    changed = {
+        "model": ["d_model", "n_layer", "d_k", "n_code", "block_len"],
+        "data": ["path", "cache"],
+        "optim": ["lr", "warmup", "eps", "weight_decay"],
+        "train": ["steps", "batch_size", "seq_len", "backprop_len", "eval_every", "save_every"],
+    }
+    words = [
+        f"--{part}.{name.replace('_', '-')}={getattr(getattr(config, part), name)}"
+        for part, names in changed.items()
+        for name in names
+    ]
+    words += ["--model.codebook-init=random", "--model.revive-below=0", "--train.device=cpu"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
+    command += ["-m", "transformer_vq", "train", "tiny", f"--out={run}", *words, "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        **kwargs,
+    )
+
+
+def finish(process):
+    """Output of a process that may not take for ever; its group ends with it."""
+    try:
+        out, err = process.communicate(timeout=SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return out, err
+
+
+def workers(process):
+    """Process ids of the workers of a torchrun, in the order of their start."""
+    listing = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
+    )
+    return sorted(int(pid) for pid in listing.stdout.split())
+
+
+def test_a_killed_worker_is_replaced_and_the_run_ends_as_if_undisturbed(tmp_path):
+    config = tiny(tmp_path, train={"steps": 40, "save_every": 5, "eval_every": 20})
+    process = torchrun(tmp_path / "run", config, "--nproc-per-node=2", "--max-restarts=1")
+    try:
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline and process.poll() is None:
+            if len(read_metrics(tmp_path / "run")) >= 12:
+                os.kill(workers(process)[-1], signal.SIGKILL)
+                break
+            time.sleep(0.02)
+        else:
+            pytest.fail("the run did not come to its twelfth update in time")
+    finally:
+        out, err = finish(process)
+    assert process.returncode == 0, err
+    assert json.loads(out.splitlines()[-1])["finished"]
+    assert "exitcode: -9" in err, err
+    undisturbed = torchrun(tmp_path / "whole", config, "--nproc-per-node=2")
+    _, err = finish(undisturbed)
+    assert undisturbed.returncode == 0, err
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert len(out.splitlines()) == 3  # only the first process has spoken
+
+
+def test_a_mistake_is_told_once(tmp_path):
+    process = torchrun(
+        tmp_path / "run", tiny(tmp_path, train={"batch_size": 3}), "--nproc-per-node=2"
+    )
+    _, err = finish(process)
+    assert process.returncode != 0
+    told = [line for line in err.splitlines() if "tvq: " in line]
+    assert len(told) == 1, err
+    assert "use a multiple of 2" in told[0]

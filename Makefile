@@ -41,6 +41,7 @@ bench: $(STAMP)  ## record time and memory up to 131,072 tokens (15 minutes on t
 		--recompute on --repeats 2 --time-limit 100 --out benchmarks/scaling.json
 	$(BIN)/tvq plot benchmarks/scaling.json
 	$(BIN)/tvq bench documents --out benchmarks/documents.json
+	$(BIN)/python -m transformer_vq.bench.context --out benchmarks/context.json
 
 clean:  ## remove what was made
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

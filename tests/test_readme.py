@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_vq.bench import compare, decode, demo, documents
+from transformer_vq.bench import compare, context, decode, demo, documents
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -63,6 +63,15 @@ def test_decoding_is_the_recorded_one():
             assert long["ms_per_step"] <= 1.1 * short["ms_per_step"]
     peaks = {row["context"]: row["peak_bytes"] for row in result["reading"]}
     assert peaks[1_048_576] <= 1.2 * peaks[65_536]
+
+
+def test_what_crosses_between_processes_is_the_recorded_one():
+    result = json.loads((ROOT / "benchmarks" / "context.json").read_text())
+    assert context.table(result) in README
+    short, long = (row for row in result["rows"] if row["processes"] == 4)
+    assert short["bytes_per_layer"] == long["bytes_per_layer"]
+    assert long["loss"] is not None
+    assert next(row for row in result["rows"] if row["processes"] == 1 and row["loss"] is None)
 
 
 def test_the_tree_lists_every_module():

@@ -14,6 +14,7 @@ from transformer_vq import TransformerVQ
 from transformer_vq.config import OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.parallel.world import World
+from transformer_vq.sizes import sizes
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.runs import resume, train
 from transformer_vq.training.step import Trainer
@@ -178,6 +179,90 @@ def check_tensor_parallel_with_others(folder):
     same_as_one_process(run_config(), ParallelConfig(dp=2, tp=2), documents=True)
     same_as_one_process(run_config({"head_type": "mha"}), ParallelConfig(dp=2, tp=2))
     same_as_one_process(run_config(), ParallelConfig(cp=2, tp=2))
+
+
+@for_worlds(2)
+def check_memory_by_arithmetic(folder):
+    """Weights and moments that lie on a device are those that `sizes` tells."""
+    for layout in (ParallelConfig(fsdp=2), ParallelConfig(tp=2), ParallelConfig(dp=2)):
+        for head_type in ("shga", "mha"):
+            config = replace(run_config({"head_type": head_type}), parallel=layout)
+            many = trainer(config, layout, torch.float32)
+            update(many, windows(config, 1)[0], 0)
+            got = sum(local(p).numel() for p in many.plan.parameters.values())
+            kept = [x for s in many.optimizer.state.values() for x in s.values() if x.ndim]
+            assert sum(local(x).numel() for x in kept) == 2 * got
+            assert sizes(config).optimizer_bytes == 4 * 2 * got
+
+
+def local(x):
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@for_worlds(4)
+def check_what_crosses_does_not_depend_on_the_length(folder):
+    sent = []
+    for seq_len in (64, 512):
+        config = run_config(seq_len=seq_len, backprop_len=seq_len, batch_size=1)
+        many = trainer(config, ParallelConfig(cp=4), torch.float32)
+        update(many, windows(config, 1)[0], 0)
+        exchange = many.model.branches[1].exchange
+        sent.append(exchange.sent)
+    # Window of 4 tokens with keys of 8, values of 32 and codes; 7 codes with mean, count, carry.
+    window, stats, rank = 4 * (8 + 32) * 4, 7 * (32 + 2) * 4, exchange.rank
+    up = [window + 4 * 8, stats, stats, *([stats] if rank < 2 else [])] if rank < 3 else []
+    down = [window, stats, stats, *([stats] if rank > 1 else [])] if rank > 0 else []
+    assert sent == [sum(up) + sum(down)] * 2, (sent, up, down)
+
+
+@for_worlds(4)
+def check_dropout_agrees_where_it_must(folder):
+    """LayerDrop by sequence, sinusoids for all, residual dropout by token."""
+    noisy = {"p_dropsin": 0.5, "p_droplyr": 0.5, "p_dropres": 0.5}
+    config = run_config(noisy)
+    many = trainer(config, ParallelConfig(dp=2, cp=2))
+    for step, batch in enumerate(windows(config, 2)):
+        update(many, batch, step)
+        state = many.carried[0]
+        rows = [torch.empty_like(state.branch_keep) for _ in range(4)]
+        dist.all_gather(rows, state.branch_keep.to(rows[0].dtype))
+        assert torch.equal(rows[0], rows[1])
+        assert torch.equal(rows[2], rows[3])
+        assert not torch.equal(rows[0], rows[2])
+        masks = torch.stack([layer.sinusoid_mask for layer in state.layers]).to(torch.uint8)
+        everywhere = [torch.empty_like(masks) for _ in range(4)]
+        dist.all_gather(everywhere, masks)
+        assert all(torch.equal(masks, other) for other in everywhere)
+        assert not torch.equal(masks[0], masks[1])
+    drawn = torch.rand(4)  # goes on from the stream of residual dropout
+    streams = [torch.empty(4) for _ in range(4)]
+    dist.all_gather(streams, drawn)
+    assert len({tuple(x.tolist()) for x in streams}) == 4
+
+
+@for_worlds(2)
+def check_revived_codes_are_the_same_everywhere(folder):
+    config = run_config({"codebook_init": "keys", "revive_below": 0.5})
+    many = trainer(config, ParallelConfig(dp=2))
+    for step, batch in enumerate(windows(config, 3)):
+        update(many, batch, step)
+    codebooks = torch.cat([b.double().flatten() for b in many.model.buffers()])
+    both = [torch.empty_like(codebooks) for _ in range(2)]
+    dist.all_gather(both, codebooks)
+    assert torch.equal(*both)
+    assert codebooks.isfinite().all()
+
+
+@for_worlds(2)
+def check_half_precision_learns_alike(folder):
+    """bf16 is not exact: a few updates end near those of float32, with every layout."""
+    plain = trainer(run_config(), None, torch.float32)
+    batches = windows(run_config(), 3)
+    want = [update(plain, batch, i).nats_per_token for i, batch in enumerate(batches)]
+    for layout in (ParallelConfig(fsdp=2), ParallelConfig(tp=2), ParallelConfig(cp=2)):
+        many = trainer(run_config(precision="bf16"), layout, torch.float32)
+        got = [update(many, batch, i).nats_per_token for i, batch in enumerate(batches)]
+        assert all(abs(a - b) < 0.03 * b for a, b in zip(got, want, strict=True)), (got, want)
 
 
 def tiny(folder, layout=None, **changes):

@@ -53,6 +53,7 @@ class Exchange:
             k=torch.where(is_first, state.k.to(k_in.dtype), k_in),
             v=torch.where(is_first, state.v.to(v_in.dtype), v_in),
             z=torch.where(is_first, state.z, z_in),
+            fresh=state.fresh and self.rank == 0,
         )
         if state.cache is None:
             return state

@@ -52,8 +52,8 @@ def check_layout(config: RunConfig, layout: ParallelConfig) -> None:
         check_widths(model, layout.tp)
         if layout.fsdp > 1:
             raise ValueError("parallel.tp and parallel.fsdp do not go together; use dp and tp")
-    if train.compile and layout.fsdp * layout.tp * layout.cp > 1:
-        raise ValueError("train.compile works with data parallel only; leave it out, or use dp")
+    if train.compile and layout.n_processes > 1:
+        raise ValueError("train.compile works in one process only; leave it out under torchrun")
 
 
 class Plan:

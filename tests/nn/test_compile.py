@@ -26,7 +26,8 @@ def compiled(model: TransformerVQ) -> TransformerVQ:
 @pytest.mark.parametrize(
     ("overrides", "recompute"),
     [
-        ({"head_type": "shga", "reduction": "serial"}, True),
+        ({"head_type": "shga", "reduction": "auto"}, True),
+        ({"head_type": "mqa", "reduction": "serial"}, False),
         ({"head_type": "mqa", "reduction": "associative"}, False),
         ({"head_type": "mha", "reduction": "matmul"}, False),
         ({"head_type": "mha", "attention": "full"}, False),

@@ -30,8 +30,6 @@ from transformer_vq.sizes import flops_per_token
 from transformer_vq.training.runs import training_batches, with_parts_that_fit
 from transformer_vq.training.step import Trainer
 
-WARM_UP_TOKENS = 8192  # at most, in the step before a timing
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -114,11 +112,8 @@ def timed_steps(
     torch.manual_seed(0)
     model = (SdpaTransformer if cell.attention == "sdpa" else TransformerVQ)(cell.config.model)
     trainer = Trainer(model, cell.config, device)
-    warm_up = cell.seq_len
-    if device.type == "cpu" and not cell.compile:
-        warm_up = min(warm_up, WARM_UP_TOKENS)  # more would not be warmer
-    trainer.update(_batch(cell, warm_up), 0, begins=True)
-    batch = _batch(cell, cell.seq_len)
+    batch = _batch(cell)
+    trainer.update(batch, 0, begins=True)  # warm-up
     synchronize(device)
     start = time.perf_counter()
     for done in range(1, cell.steps + 1):
@@ -139,10 +134,10 @@ def trainer_and_batches(config: RunConfig) -> tuple[Trainer, TrainingBatches]:
     return Trainer(TransformerVQ(config.model), config, device), batches
 
 
-def _batch(cell: Cell, n_tokens: int) -> Batch:
+def _batch(cell: Cell) -> Batch:
     """Random tokens."""
-    shape = (cell.batch_size, n_tokens)
-    positions = torch.arange(n_tokens).expand(shape)
+    shape = (cell.batch_size, cell.seq_len)
+    positions = torch.arange(cell.seq_len).expand(shape)
     tokens, targets = (torch.randint(cell.vocab_size, shape) for _ in range(2))
     ids = None if cell.document_len is None else positions // cell.document_len
     return Batch(tokens, targets, positions, document_ids=ids)

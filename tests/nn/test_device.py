@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from transformer_vq.nn.device import evaluating, keep_freed_memory
+from transformer_vq.nn.device import evaluating, has_fast_bf16, keep_freed_memory
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -41,3 +41,12 @@ def test_other_c_libraries_are_left_alone(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     keep_freed_memory()
     assert torch.zeros(3).sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "fast"), [({"amx_bf16": True}, True), ({"bf16": True}, True), ({"avx2": True}, False)]
+)
+def test_a_processor_says_whether_it_has_bf16(monkeypatch, found, fast):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    assert has_fast_bf16(torch.device("cpu")) == fast
+    assert has_fast_bf16(torch.device("cuda"))

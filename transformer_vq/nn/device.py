@@ -51,6 +51,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
+def has_fast_bf16(device: torch.device) -> bool:
+    """False for a processor without bf16 instructions, on which such products are emulated."""
+    if device.type != "cpu":
+        return True
+    found = torch.cpu.get_capabilities()
+    return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
 def keep_freed_memory() -> None:
     """Let the process keep what large tensors free, where the C library is glibc.
 

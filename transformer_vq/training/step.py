@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import Batch
-from transformer_vq.nn.device import matmul_precision
+from transformer_vq.nn.device import has_fast_bf16, matmul_precision
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import CodeUsage, NotFiniteError
 from transformer_vq.parallel.data_parallel import total_usage
 from transformer_vq.parallel.plan import Plan
 from transformer_vq.parallel.world import World
+from transformer_vq.progress import warn
 from transformer_vq.training.loss import token_loss
 from transformer_vq.training.optim import learning_rate, make_optimizer
 
@@ -56,6 +57,8 @@ class Trainer:
         )
         self.carried: list[ModelState] = []
         """One state per micro-batch; empty where the next update begins new sequences."""
+        if config.train.precision == "bf16" and not has_fast_bf16(device):
+            warn("this processor emulates bf16: fp32 is several times faster on it")
 
     def update(self, batch: Batch, step: int, begins: bool) -> Update:
         """One step of the optimizer on the windows of `batch`, of which this process has a share.

@@ -1,0 +1,122 @@
+"""How the fast form of the attention goes through blocks: tiles of queries, and what they see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROWS = 256  # queries of a tile on a processor: their scores stay in its cache
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What has no gradient. B stands for b * h, n for blocks, i for the queries of a block.
+
+    codebook: [B, s, k], count: [B, s] (s = 0 without a cache), rows: [B, n, i] of all codes' sums
+    that the tokens leaving with a block belong to, counted: [B, n, i] 0 for those that do not
+    count, window_valid: [B, L], and for documents carry: [B, n] 0 where the cache begins anew,
+    hidden_local: [B, n, i, L + i] and hidden_cache: [B, n, i] what a query may not see.
+    """
+
+    n_blocks: int
+    n_empty: int
+    """Blocks at the start for which the cache is known to be empty."""
+    grad_through_cache: bool
+    keep: bool
+    codebook: Tensor
+    count: Tensor
+    rows: Tensor
+    window_valid: Tensor
+    counted: Tensor
+    carry: Tensor | None
+    hidden_local: Tensor | None
+    hidden_cache: Tensor | None
+
+    def n_code(self, block: int) -> int:
+        """Columns of scores that a block has for the cache."""
+        return 0 if block < self.n_empty else self.count.shape[-1]
+
+    def some_left_out(self, block: int) -> bool:
+        """Whether tokens that leave with a block may not count: empty slots, other documents."""
+        return block == 0 or self.carry is not None
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Some queries of a block; they see n_local keys of the window before it and of the block."""
+
+    block: int
+    first: int
+    """The first of these queries in its block."""
+    queries: slice
+    """Their places in the segment."""
+    n_group: int
+    window_len: int
+
+    @property
+    def n_rows(self) -> int:
+        return self.queries.stop - self.queries.start
+
+    @property
+    def n_local(self) -> int:
+        return self.window_len + self.first + self.n_rows
+
+    def by_distance(self, scores: Tensor, n_code: int) -> Tensor:
+        """The same memory seen as scores of distances L, ..., 0: [B, g, rows, L + 1].
+
+        Query i of a block is at distance L from key i of the window and the block, so each row
+        begins one key later than the row before.
+        """
+        n_keys = scores.shape[-1]
+        return scores.as_strided(
+            (scores.shape[0], self.n_group, self.n_rows, self.window_len + 1),
+            (scores.stride(0), self.n_rows * n_keys, n_keys + 1, 1),
+            scores.storage_offset() + n_code + self.first,
+        )
+
+
+def tiles(q: Tensor, window: Tensor, block: int) -> list[Tile]:
+    _, n_group, seq_len, _ = q.shape
+    window_len = window.shape[1]
+    start, stop = block * window_len, min((block + 1) * window_len, seq_len)
+    rows = ROWS if q.device.type == "cpu" else window_len  # elsewhere fewer, larger products
+    return [
+        Tile(block, i - start, slice(i, min(i + rows, stop)), n_group, window_len)
+        for i in range(start, stop, rows)
+    ]
+
+
+def tile_weights(
+    tile: Tile, q: Tensor, k_local: Tensor, by_distance: Tensor, count: Tensor, plan: Plan
+) -> Tensor:
+    """Softmax over cache, window and block, up to the last query's own key: [B, g * rows, keys]."""
+    n_code, window_len = plan.n_code(tile.block), tile.window_len
+    q = q[:, :, tile.queries].flatten(1, 2)
+    scores = q.new_empty(*q.shape[:2], n_code + tile.n_local)
+    local = scores[..., n_code:]
+    torch.bmm(q, k_local[:, : tile.n_local].mT, out=local)
+    if n_code > 0:
+        torch.bmm(q, plan.codebook.mT, out=scores[..., :n_code])
+    scores = scores.to(count.dtype)
+    tile.by_distance(scores, n_code).add_(by_distance[:, :, tile.queries])
+
+    by_query = scores.view(q.shape[0], tile.n_group, tile.n_rows, -1)
+    future = torch.ones(tile.n_rows, tile.n_rows, dtype=torch.bool, device=q.device).triu(1)
+    by_query[..., -tile.n_rows :].masked_fill_(future, -torch.inf)
+    if n_code > 0:
+        scores[..., :n_code] += torch.where(count > 0, count.log(), -torch.inf).unsqueeze(1)
+    if count.shape[-1] == 0:  # without a cache nothing is seen beyond distance L
+        far = torch.ones(tile.n_rows, window_len, dtype=torch.bool, device=q.device)
+        by_query[..., :window_len].masked_fill_(far.tril(tile.first - 1), -torch.inf)
+    if tile.block == 0:
+        empty = ~plan.window_valid[:, None, None]
+        by_query[..., n_code : n_code + window_len].masked_fill_(empty, -torch.inf)
+    if plan.hidden_local is not None and plan.hidden_cache is not None:
+        rows = slice(tile.first, tile.first + tile.n_rows)
+        hidden = plan.hidden_local[:, tile.block, None, rows, : tile.n_local]
+        by_query[..., n_code:].masked_fill_(hidden, -torch.inf)
+        hidden = plan.hidden_cache[:, tile.block, None, rows, None]
+        by_query[..., :n_code].masked_fill_(hidden, -torch.inf)
+    return scores.softmax(dim=-1)

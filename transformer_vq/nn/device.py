@@ -65,10 +65,10 @@ def keep_freed_memory() -> None:
     It would give the memory back and ask for it again with the next tensor, and every new page of
     it costs time: up to a tenth of a training step on a processor.
     """
-    mmap_threshold, trim_threshold, most = -3, -1, 2**31 - 1  # numbers from malloc.h
+    mmap_max, trim_threshold = -4, -1  # numbers from malloc.h
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    mallopt(mmap_threshold, most)
-    mallopt(trim_threshold, most)
+    mallopt(mmap_max, 0)
+    mallopt(trim_threshold, -1)

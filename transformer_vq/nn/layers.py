@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from transformer_vq.ops.cache import accumulation_dtype
@@ -44,7 +45,23 @@ class FeedForward(nn.Module):
         return run(self._forward, x, recompute=self.recompute)
 
     def _forward(self, x: Tensor) -> Tensor:
-        return self.out_proj(F.relu(self.in_proj(rms_norm(x))).square())
+        activated: Tensor = _SquaredReLU.apply(self.in_proj(rms_norm(x)))
+        return self.out_proj(activated)
+
+
+class _SquaredReLU(torch.autograd.Function):
+    """relu(x)^2 that keeps x alone for its gradient: these are a model's widest activations."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.relu().square_()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return x.relu().mul_(grad).mul_(2)
 
 
 class ScaledSinusoids(nn.Module):

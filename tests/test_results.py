@@ -45,5 +45,11 @@ def test_what_is_claimed_was_measured():
     assert min(shares.values()) >= 0.70
     assert high["shga", "auto", 8192]["over_full"] >= 3.2
     assert low["shga", "auto", 2048]["over_full"] >= 1.0
-    for name in ("over_full", "share_of_rate"):
-        assert name in low["shga", "auto", 8192]
+
+
+@pytest.mark.parametrize(("name", "head"), [("shga", "shga"), ("heads", "mqa"), ("mha", "mha")])
+def test_a_token_costs_as_much_in_a_long_sequence(name, head):
+    found = rows(f"long-{name}")
+    short, long = (found[head, "auto", n]["tokens_per_second"] for n in (8192, 131_072))
+    assert long >= 0.9 * short
+    assert f"{long / short:.2f} ({head.upper()}" in RESULTS

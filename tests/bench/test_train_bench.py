@@ -1,5 +1,6 @@
 """`tvq bench train`: what is measured, what follows, what is left out; no time is tested."""
 
+import contextlib
 import json
 import os
 import signal
@@ -270,6 +271,8 @@ def test_a_signal_ends_the_command_and_its_children(number, status):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # Where tests run in the background SIGINT is ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
     def children():
@@ -285,6 +288,10 @@ def test_a_signal_ends_the_command_and_its_children(number, status):
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.send_signal(number)
-    _, error = process.communicate(timeout=60)  # ends when no child holds the pipe
+    try:
+        _, error = process.communicate(timeout=60)  # ends when no child holds the pipe
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == status
     assert error == ("tvq: interrupted\n" if number == signal.SIGINT else "")

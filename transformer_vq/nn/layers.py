@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from transformer_vq.ops.cache import accumulation_dtype
@@ -45,8 +44,10 @@ class FeedForward(nn.Module):
         return run(self._forward, x, recompute=self.recompute)
 
     def _forward(self, x: Tensor) -> Tensor:
-        activated: Tensor = _SquaredReLU.apply(self.in_proj(rms_norm(x)))
-        return self.out_proj(activated)
+        x = self.in_proj(rms_norm(x))
+        # A compiled graph decides on its own what to keep.
+        x = F.relu(x).square() if torch.compiler.is_compiling() else _SquaredReLU.apply(x)
+        return self.out_proj(x)
 
 
 class _SquaredReLU(torch.autograd.Function):
@@ -58,7 +59,6 @@ class _SquaredReLU(torch.autograd.Function):
         return x.relu().square_()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return x.relu().mul_(grad).mul_(2)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_vq.bench import ablate, train
+from transformer_vq.bench import train
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 RESULTS = (FOLDER / "RESULTS.md").read_text()
@@ -27,14 +27,9 @@ def test_a_grid_is_the_recorded_one(path):
     assert train.table(json.loads(path.read_text())) in RESULTS
 
 
-def test_the_ablation_is_the_recorded_one():
-    result = json.loads((FOLDER / "ablation.json").read_text())
-    assert ablate.table(result) in RESULTS
-
-
 def test_every_file_is_named_and_exists():
     named = set(re.findall(r"\(([\w-]+\.(?:json|png))\)", RESULTS))
-    assert named >= {path.name for path in GRIDS} | {"ablation.json"}
+    assert named >= {path.name for path in GRIDS}
     assert all((FOLDER / name).is_file() for name in named)
 
 

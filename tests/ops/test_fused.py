@@ -9,7 +9,7 @@ from helpers import assert_close, assert_same_gradients, attention_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_vq.ops import plan
+from transformer_vq.ops import tiles
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.ragged import read_layout
 
@@ -54,7 +54,7 @@ def assert_equal_forms(inputs, cuts=(), *, fresh=True, **options):
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
 @pytest.mark.parametrize("seq_len", [1, 4, 7, 8, 16, 37])
 def test_tiles_of_any_size(monkeypatch, heads, rows, seq_len):
-    monkeypatch.setattr(plan, "ROWS", rows)
+    monkeypatch.setattr(tiles, "ROWS", rows)
     h, g = HEADS[heads]
     assert_equal_forms(attention_inputs(seq_len, h=h, g=g, block_len=8, requires_grad=True))
 
@@ -64,7 +64,7 @@ def test_tiles_of_any_size(monkeypatch, heads, rows, seq_len):
 @pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("cuts", [(), (3,), (8, 16), (1, 9, 30)])
 def test_every_option(monkeypatch, cache, grad_through_cache, fresh, cuts):
-    monkeypatch.setattr(plan, "ROWS", 3)
+    monkeypatch.setattr(tiles, "ROWS", 3)
     inputs = attention_inputs(40, h=2, g=2, block_len=8, requires_grad=True)
     assert_equal_forms(
         inputs, cuts, cache=cache, fresh=fresh, grad_through_cache=grad_through_cache
@@ -86,7 +86,7 @@ def test_documents_and_padding(seq_len, block_len, rows, heads, cuts, ragged, se
     generator = torch.Generator().manual_seed(seed)
     starts = torch.rand(2, seq_len, generator=generator) < 0.15
     valid = torch.arange(seq_len) < torch.tensor([[seq_len], [max(1, seq_len - seed % 7)]])
-    before, plan.ROWS = plan.ROWS, rows
+    before, tiles.ROWS = tiles.ROWS, rows
     try:
         assert_equal_forms(
             inputs,
@@ -95,7 +95,7 @@ def test_documents_and_padding(seq_len, block_len, rows, heads, cuts, ragged, se
             valid=valid if ragged != "documents" else None,
         )
     finally:
-        plan.ROWS = before
+        tiles.ROWS = before
 
 
 @pytest.mark.parametrize("heads", HEADS)

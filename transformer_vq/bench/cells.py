@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,16 +45,15 @@ def alone(
     process = context.Process(
         target=_child, args=(sender, measure, arguments, memory_gb), daemon=True
     )
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for the parent
+    resource_tracker.ensure_running()  # started with the process it would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        process.start()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    sender.close()
-    try:
+        process.start()  # inherits the mask: Ctrl-C is for the parent, which loses none by it
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        sender.close()
         if receiver.poll(seconds):
             result = receiver.recv()
-            process.join(SECONDS_TO_END)  # it may have processes of its own to end, compilers say
+            process.join(SECONDS_TO_END)  # a compiler has processes of its own to end
         else:
             result = {"failed": f"ended after {seconds:,.0f} s"}
     except EOFError:
@@ -61,8 +61,10 @@ def alone(
         killed = process.exitcode == -signal.SIGKILL  # by the system, which has no memory left
         result = {"failed": OUT_OF_MEMORY if killed else f"exit status {process.exitcode}"}
     finally:
-        process.kill()
-        process.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if process.pid is not None:
+            process.kill()
+            process.join()
         receiver.close()
     if isinstance(result, ValueError):
         raise result

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype
-from transformer_vq.ops.plan import Plan, tile_weights, tiles
 from transformer_vq.ops.precision import full_precision
 from transformer_vq.ops.ragged import Leaving, Sight
 from transformer_vq.ops.state import AttentionState
+from transformer_vq.ops.tiles import Blocks, tile_weights, tiles
 
 
 def attend_blocks(
@@ -59,7 +59,7 @@ def attend_blocks(
         codebook = codebook.to(v.dtype).expand(b, *codebook.shape).flatten(0, 1)
     codes = torch.cat([state.z, z], dim=-1)[..., :seq_len].flatten(0, 1)
     first_row = n_code * torch.arange(b * h, device=z.device).unsqueeze(-1)
-    plan = Plan(
+    blocks = Blocks(
         n_blocks=n_blocks,
         n_empty=2 if state.fresh else 0,
         grad_through_cache=grad_through_cache and mean is not None,
@@ -81,7 +81,7 @@ def attend_blocks(
         state.k.to(v.dtype).flatten(0, 1),
         state.v.to(v.dtype).flatten(0, 1),
         mean,
-        plan,
+        blocks,
     )
     output = output.unflatten(0, (b, h))
     if state.cache is None:
@@ -106,32 +106,32 @@ class _Attention(torch.autograd.Function):
         k_window: Tensor,
         v_window: Tensor,
         mean: Tensor | None,
-        plan: Plan,
+        blocks: Blocks,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        ctx.plan = plan
+        ctx.blocks = blocks
         out = v.new_empty(*q.shape[:3], v.shape[-1])
-        count, sums = plan.count, None if mean is None else mean * plan.count.unsqueeze(-1)
+        count, sums = blocks.count, None if mean is None else mean * blocks.count.unsqueeze(-1)
         weights: list[Tensor] = []
         means: list[Tensor] = []
         counts = [count]
         with full_precision(q.device):
-            for n in range(plan.n_blocks):
+            for n in range(blocks.n_blocks):
                 k_local, v_local = _local(k_window, k, n), _local(v_window, v, n)
-                n_code = plan.n_code(n)
+                n_code = blocks.n_code(n)
                 if sums is not None and n_code > 0:
                     means.append((sums * _per_token(count)).to(v.dtype))
                 for tile in tiles(q, k_window, n):
-                    w = tile_weights(tile, q, k_local, by_distance, count, plan).to(v.dtype)
+                    w = tile_weights(tile, q, k_local, by_distance, count, blocks).to(v.dtype)
                     o = torch.bmm(w[..., n_code:], v_local[:, : tile.n_local])
                     if n_code > 0:
                         o.baddbmm_(w[..., :n_code], means[-1])
                     out[:, :, tile.queries] = o.view(*q.shape[:2], -1, v.shape[-1])
-                    if plan.keep:
+                    if blocks.keep:
                         weights.append(w)
                 if sums is not None:
-                    count = _absorb_(sums, count, _leaving(v_window, v, plan, n), plan, n)
+                    count = _absorb_(sums, count, _leaving(v_window, v, blocks, n), blocks, n)
                     counts.append(count)
-        if plan.keep:
+        if blocks.keep:
             ctx.counts, ctx.n_tiles = counts, len(weights)
             ctx.save_for_backward(q, k, v, k_window, v_window, *weights, *means)
         ctx.mark_non_differentiable(count)
@@ -143,33 +143,33 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, d_out: Tensor, d_mean: Tensor | None, d_count: None
     ) -> tuple[Tensor | None, ...]:
-        plan: Plan = ctx.plan
+        blocks: Blocks = ctx.blocks
         q, k, v, k_window, v_window, *rest = ctx.saved_tensors
         weights, means = rest[: ctx.n_tiles], rest[ctx.n_tiles :]
-        window_len, exact = k_window.shape[1], plan.counted.dtype
+        window_len, exact = k_window.shape[1], blocks.counted.dtype
         d_q = torch.empty_like(q)
         d_by_distance = q.new_empty(ctx.by_distance_shape)
         # Of the window and then the segment: a block's gradient is a stretch of it.
         d_k = k.new_zeros(k.shape[0], window_len + k.shape[1], k.shape[2], dtype=exact)
         d_v = v.new_zeros(v.shape[0], window_len + v.shape[1], v.shape[2], dtype=exact)
         u = None
-        if plan.grad_through_cache:
-            u = v.new_zeros(*plan.count.shape, v.shape[-1], dtype=exact)
+        if blocks.grad_through_cache:
+            u = v.new_zeros(*blocks.count.shape, v.shape[-1], dtype=exact)
             if d_mean is not None:
                 u += d_mean * _per_token(ctx.counts[-1])
         with full_precision(q.device):
-            for n in reversed(range(plan.n_blocks)):
+            for n in reversed(range(blocks.n_blocks)):
                 k_local, v_local = _local(k_window, k, n), _local(v_window, v, n)
-                start, n_code = n * window_len, plan.n_code(n)
+                start, n_code = n * window_len, blocks.n_code(n)
                 cached = means.pop() if n_code > 0 else None
                 d_cached = None
                 if u is not None:
-                    leaving = u.flatten(0, 1)[plan.rows[:, n]]
-                    if plan.some_left_out(n):
-                        leaving *= plan.counted[:, n].unsqueeze(-1)
+                    leaving = u.flatten(0, 1)[blocks.rows[:, n]]
+                    if blocks.some_left_out(n):
+                        leaving *= blocks.counted[:, n].unsqueeze(-1)
                     d_v[:, start : start + leaving.shape[1]] += leaving
-                    if plan.carry is not None:
-                        u *= plan.carry[:, n].view(-1, 1, 1)
+                    if blocks.carry is not None:
+                        u *= blocks.carry[:, n].view(-1, 1, 1)
                     d_cached = torch.zeros_like(u) if n_code > 0 else None
                 for tile in reversed(tiles(q, k_window, n)):
                     w = weights.pop()
@@ -187,13 +187,13 @@ class _Attention(torch.autograd.Function):
                     _add_product_(d_k[:, into], d_s[..., n_code:].mT, q_tile)
                     d_q_tile = torch.bmm(d_s[..., n_code:], k_local[:, : tile.n_local])
                     if cached is not None:
-                        d_q_tile.baddbmm_(d_s[..., :n_code], plan.codebook)
+                        d_q_tile.baddbmm_(d_s[..., :n_code], blocks.codebook)
                     d_q[:, :, tile.queries] = d_q_tile.view_as(d_q[:, :, tile.queries])
                     d_by_distance[:, :, tile.queries] = tile.by_distance(d_s, n_code)
                 if u is not None and d_cached is not None:
                     u.addcmul_(d_cached, _per_token(ctx.counts[n]))
         d_k, d_v = d_k.to(k.dtype), d_v.to(v.dtype)
-        d_initial = None if u is None else u * plan.count.unsqueeze(-1)
+        d_initial = None if u is None else u * blocks.count.unsqueeze(-1)
         return (
             d_q,
             d_k[:, window_len:],
@@ -220,23 +220,23 @@ def _local(window: Tensor, segment: Tensor, block: int) -> Tensor:
     return segment[:, (block - 1) * window_len : (block + 1) * window_len]
 
 
-def _leaving(v_window: Tensor, v: Tensor, plan: Plan, block: int) -> Tensor:
+def _leaving(v_window: Tensor, v: Tensor, blocks: Blocks, block: int) -> Tensor:
     """Values of the tokens that leave the window with a block: [B, i, v]."""
-    n, window_len = plan.rows.shape[-1], v_window.shape[1]
+    n, window_len = blocks.rows.shape[-1], v_window.shape[1]
     if block == 0:
         return v_window[:, :n]
     return v[:, (block - 1) * window_len : (block - 1) * window_len + n]
 
 
-def _absorb_(sums: Tensor, count: Tensor, v: Tensor, plan: Plan, block: int) -> Tensor:
+def _absorb_(sums: Tensor, count: Tensor, v: Tensor, blocks: Blocks, block: int) -> Tensor:
     """Add the tokens that leave with a block to the sums, in place; the count after that."""
-    if plan.carry is not None:
-        carry = plan.carry[:, block].unsqueeze(-1)
+    if blocks.carry is not None:
+        carry = blocks.carry[:, block].unsqueeze(-1)
         sums *= carry.unsqueeze(-1)
         count = count * carry
-    rows, counted = plan.rows[:, block].flatten(), plan.counted[:, block]
+    rows, counted = blocks.rows[:, block].flatten(), blocks.counted[:, block]
     v = v.to(sums.dtype)
-    if plan.some_left_out(block):
+    if blocks.some_left_out(block):
         v = v * counted.unsqueeze(-1)
     sums.view(-1, sums.shape[-1]).index_add_(0, rows, v.flatten(0, 1))
     return count.flatten().index_add(0, rows, counted.flatten()).view_as(count)

@@ -173,8 +173,6 @@ class Plan:
 
     def divide(self, x: Tensor, p: Tensor) -> Tensor:
         """A tensor of the optimizer that belongs to parameter p, as this layout has it."""
-        if x.ndim == 0 and p.ndim > 0:
-            return x  # a count of updates, which optimizers keep on the host
         if not self._in_parts:
             return x.to(p.device)
         from transformer_vq.parallel.parts import divide_like

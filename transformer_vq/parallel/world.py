@@ -8,6 +8,7 @@ torch.distributed.
 from __future__ import annotations
 
 import os
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -168,6 +169,18 @@ def _own_store() -> tuple[Store, int, int]:
             raise TimeoutError(f"processes {sorted(missing)} of {size} have not appeared")
         time.sleep(0.01)
     return PrefixStore(name, store), rank, size
+
+
+def leave() -> None:
+    """End one of several processes that has done its work, without the interpreter's farewell.
+
+    Its threads may still have tensors to let go of, for which they need the interpreter. One
+    that is ending aborts them instead, and torchrun takes a finished run for a failed one.
+    """
+    if n_processes() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def n_processes() -> int:

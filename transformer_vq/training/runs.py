@@ -52,7 +52,8 @@ def train(config: RunConfig, run: Path) -> Result:
     Under `torchrun` all processes call this; if it had to start them anew, the run goes on.
     """
     with joined(config.parallel, config.train.device) as world:
-        is_there = (run / "config.json").exists()
+        # Asked of the first process, so that all go the same way whatever their view of the disk.
+        is_there = bool(world.first(int((run / "config.json").exists())))
         if is_there and world.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0):
             return _resume(run, read_config(run), world)
         if is_there:

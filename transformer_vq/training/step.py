@@ -132,14 +132,13 @@ class Trainer:
         for name, p in self.plan.parameters.items():
             prefix = f"optimizer/{name}/"
             moments: dict[str, Any] = {
-                key.removeprefix(prefix): self.plan.divide(
-                    x.to(self.device if x.ndim else "cpu"), p
-                )
-                for key, x in tensors.items()
-                if key.startswith(prefix)
+                key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)
             }
-            if "step" in moments and not moments["step"].is_floating_point():
-                moments["step"] = int(moments["step"])  # Adafactor counts in whole numbers
+            for key, x in moments.items():
+                if key != "step":
+                    moments[key] = self.plan.divide(x, p)
+                elif not x.is_floating_point():
+                    moments[key] = int(x)  # Adafactor counts in whole numbers
             if moments:
                 self.optimizer.state[p] = moments
         n_states = len({key.split("/")[0] for key in tensors if key.startswith("state")})

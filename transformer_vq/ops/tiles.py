@@ -11,7 +11,7 @@ ROWS = 256  # queries of a tile on a processor: their scores stay in its cache
 
 
 @dataclass(frozen=True)
-class Plan:
+class Blocks:
     """What has no gradient. B stands for b * h, n for blocks, i for the queries of a block.
 
     codebook: [B, s, k], count: [B, s] (s = 0 without a cache), rows: [B, n, i] of all codes' sums
@@ -89,16 +89,16 @@ def tiles(q: Tensor, window: Tensor, block: int) -> list[Tile]:
 
 
 def tile_weights(
-    tile: Tile, q: Tensor, k_local: Tensor, by_distance: Tensor, count: Tensor, plan: Plan
+    tile: Tile, q: Tensor, k_local: Tensor, by_distance: Tensor, count: Tensor, blocks: Blocks
 ) -> Tensor:
     """Softmax over cache, window and block, up to the last query's own key: [B, g * rows, keys]."""
-    n_code, window_len = plan.n_code(tile.block), tile.window_len
+    n_code, window_len = blocks.n_code(tile.block), tile.window_len
     q = q[:, :, tile.queries].flatten(1, 2)
     scores = q.new_empty(*q.shape[:2], n_code + tile.n_local)
     local = scores[..., n_code:]
     torch.bmm(q, k_local[:, : tile.n_local].mT, out=local)
     if n_code > 0:
-        torch.bmm(q, plan.codebook.mT, out=scores[..., :n_code])
+        torch.bmm(q, blocks.codebook.mT, out=scores[..., :n_code])
     scores = scores.to(count.dtype)
     tile.by_distance(scores, n_code).add_(by_distance[:, :, tile.queries])
 
@@ -111,12 +111,12 @@ def tile_weights(
         far = torch.ones(tile.n_rows, window_len, dtype=torch.bool, device=q.device)
         by_query[..., :window_len].masked_fill_(far.tril(tile.first - 1), -torch.inf)
     if tile.block == 0:
-        empty = ~plan.window_valid[:, None, None]
+        empty = ~blocks.window_valid[:, None, None]
         by_query[..., n_code : n_code + window_len].masked_fill_(empty, -torch.inf)
-    if plan.hidden_local is not None and plan.hidden_cache is not None:
+    if blocks.hidden_local is not None and blocks.hidden_cache is not None:
         rows = slice(tile.first, tile.first + tile.n_rows)
-        hidden = plan.hidden_local[:, tile.block, None, rows, : tile.n_local]
+        hidden = blocks.hidden_local[:, tile.block, None, rows, : tile.n_local]
         by_query[..., n_code:].masked_fill_(hidden, -torch.inf)
-        hidden = plan.hidden_cache[:, tile.block, None, rows, None]
+        hidden = blocks.hidden_cache[:, tile.block, None, rows, None]
         by_query[..., :n_code].masked_fill_(hidden, -torch.inf)
     return scores.softmax(dim=-1)

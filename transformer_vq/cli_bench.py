@@ -208,7 +208,12 @@ def train_(arguments: list[str]) -> None:
         **command.shape.fields(),
     )
     repeats = repeats if command.repeats is None else command.repeats
-    result = train.run(cells, repeats, command.memory_gb, command.time_limit)
+    try:
+        result = train.run(cells, repeats, command.memory_gb, command.time_limit)
+    except train.Interrupted as stop:
+        if stop.result["rows"]:
+            _report(stop.result, train.table(stop.result), command.out, command.json)
+        raise
     _report(result, train.table(result), command.out, command.json)
 
 

@@ -123,6 +123,8 @@ def pretended(seconds, tried):
         cell = arguments[0]
         tried.append((kind(asdict(cell)), cell.seq_len))
         found = seconds[tried[-1]]
+        if found is KeyboardInterrupt:
+            raise KeyboardInterrupt
         if isinstance(found, list):
             found = found[tried.count(tried[-1]) - 1]
         if found is None:
@@ -181,6 +183,25 @@ def test_what_cannot_be_done_is_told_and_not_tried_again(monkeypatch):
     longer = [replace(cell, recompute=cell.seq_len == 256) for cell in cells]
     train.run(longer, repeats=1, time_limit=1e9)
     assert ("full", 256) in tried
+
+
+def test_a_grid_that_is_interrupted_tells_what_it_has(tmp_path, monkeypatch, capsys):
+    seconds = {("full", 16): 3.0, ("auto", 16): 2.0, ("full", 64): None}
+    monkeypatch.setattr(train, "alone", pretended(seconds | {("auto", 64): KeyboardInterrupt}, []))
+    out = tmp_path / "train.json"
+    options = ["--head-types", "shga", "--kinds", "full", "auto", "--lengths", "16", "64"]
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "train", *SMALL, *options, "--out", str(out)])
+    told = capsys.readouterr()
+    assert (stop.value.code, told.err) == (130, "tvq: interrupted\n")
+    rows = json.loads(out.read_text())["rows"]
+    assert [(kind(row), row["seq_len"]) for row in rows] == [
+        ("full", 16),
+        ("auto", 16),
+        ("full", 64),
+    ]
+    assert rows[1]["over_full"] == 1.5
+    assert told.out == train.table(json.loads(out.read_text())) + "\n"
 
 
 def test_the_command_measures_tells_and_draws(tmp_path, monkeypatch, capsys):

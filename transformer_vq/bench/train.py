@@ -12,6 +12,8 @@ from dataclasses import asdict, replace
 from statistics import median
 from typing import Any, Literal, get_args
 
+import torch
+
 from transformer_vq.bench.cells import OUT_OF_MEMORY, alone, machine
 from transformer_vq.bench.rates import matmul_rates
 from transformer_vq.bench.steps import Cell, kind, timed_steps
@@ -31,6 +33,14 @@ QUICK_LENGTHS = (2048, 8192)
 LONG = 32_768  # tokens of a batch from which activations are computed again unless told otherwise
 USABLE_MEMORY = 0.9  # of all there is: rather a message than a dead machine
 START = 600.0  # seconds that a child may take until its first step, compiling included
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a grid; `result` has the cells measured until then."""
+
+    def __init__(self, result: dict[str, Any]) -> None:
+        super().__init__()
+        self.result = result
 
 
 def grid(
@@ -99,20 +109,30 @@ def run(
         if "failed" in rates:
             raise ValueError(f"cannot multiply matrices: {rates['failed']}")
         advance(1, note="matrix products")
-        for cell, row in list(rows.items()) * repeats:
-            if not row["timings"] and "failed" not in row:
-                row |= hopeless(cell, rows, time_limit)
-            if "failed" not in row:
-                found = alone(
-                    timed_steps,
-                    cell,
-                    time_limit,
-                    memory_gb,
-                    memory_gb=memory_gb if device.type == "cpu" else None,
-                    seconds=START + 3 * time_limit,
-                )
-                _note(row, found)
-            advance(1, note=_progress(cell, row))
+        try:
+            for cell, row in list(rows.items()) * repeats:
+                if not row["timings"] and "failed" not in row:
+                    row |= hopeless(cell, rows, time_limit)
+                if "failed" not in row:
+                    found = alone(
+                        timed_steps,
+                        cell,
+                        time_limit,
+                        memory_gb,
+                        memory_gb=memory_gb if device.type == "cpu" else None,
+                        seconds=START + 3 * time_limit,
+                    )
+                    _note(row, found)
+                advance(1, note=_progress(cell, row))
+        except KeyboardInterrupt:
+            known = {cell: row for cell, row in rows.items() if row["timings"] or "failed" in row}
+            raise Interrupted(_result(known, rates, device)) from None
+    return _result(rows, rates, device)
+
+
+def _result(
+    rows: dict[Cell, dict[str, Any]], rates: dict[str, float], device: torch.device
+) -> dict[str, Any]:
     result = [_figures(cell, row, rates) for cell, row in rows.items()]
     _compare(result)
     return {

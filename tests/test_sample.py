@@ -147,6 +147,8 @@ def test_a_saved_state_goes_on_without_its_prompt(run, tmp_path, capsys):
         (["--prompt", "a", "--prompt-file", "b"], "not both"),
         (["--prompt-file", "no-such-file"], "no-such-file"),
         (["--load-state", "no-such-state"], "no-such-state"),
+        (["--save-state", "no-such-folder/state"], "a folder that exists"),
+        (["--out", "no-such-folder/drawn.png"], "a folder that exists"),
     ],
 )
 def test_mistakes_are_one_line(run, capsys, arguments, says):

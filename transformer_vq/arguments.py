@@ -7,6 +7,7 @@ import difflib
 import io
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
@@ -44,6 +45,12 @@ def find_preset(name: str) -> RunConfig:
             f"{', '.join(PRESETS)}"
         )
     return PRESETS[name]
+
+
+def check_can_write(option: str, path: Path | None) -> None:
+    """Told before the work that ends in writing a file, not after it."""
+    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        raise UsageError(f"{option} {path}: give the name of a file in a folder that exists")
 
 
 def parse(kind: type[T], arguments: list[str], prog: str, default: T | None = None) -> T:

@@ -15,7 +15,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformer_vq.arguments import UsageError, find_preset, first_word, nearest, parse
+from transformer_vq.arguments import (
+    UsageError,
+    check_can_write,
+    find_preset,
+    first_word,
+    nearest,
+    parse,
+)
 from transformer_vq.checkpoint import load_model, read_config
 from transformer_vq.cli_bench import bench
 from transformer_vq.commands import Eval, Export, Info, Plot, Prepare, Resume, Sample, Train
@@ -90,6 +97,8 @@ def sample(arguments: list[str]) -> None:
     sampling = Sampling(command.temperature, command.top_p, command.top_k)
     if command.batch < 1:
         raise UsageError(f"--batch {command.batch}: must be at least 1")
+    check_can_write("--out", command.out)
+    check_can_write("--save-state", command.save_state)
     config = read_config(run)
     model, _ = load_model(run, command.checkpoint)
     model.to(find_device(command.device))

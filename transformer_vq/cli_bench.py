@@ -11,7 +11,14 @@ from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from transformer_vq.arguments import UsageError, find_preset, first_word, nearest, parse
+from transformer_vq.arguments import (
+    UsageError,
+    check_can_write,
+    find_preset,
+    first_word,
+    nearest,
+    parse,
+)
 from transformer_vq.bench import ablate, decode, documents, profile, train
 from transformer_vq.commands import Flat, Json
 from transformer_vq.config import HeadType, Precision, RunConfig
@@ -251,11 +258,9 @@ def _preset(arguments: list[str], base: RunConfig) -> tuple[RunConfig, list[str]
 
 
 def _parse(kind: type[T], arguments: list[str], name: str, default: T | None = None) -> T:
-    """The options of a benchmark that writes to a file; hours later it must not fail to."""
+    """The options of a benchmark that may write to a file."""
     command = parse(kind, arguments, f"bench {name}", default)
-    out: Path | None = command.out  # type: ignore[attr-defined]
-    if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
-        raise UsageError(f"--out {out}: give the name of a file in a folder that exists")
+    check_can_write("--out", command.out)  # type: ignore[attr-defined]
     return command
 
 

@@ -129,7 +129,7 @@ def pretended(seconds, tried):
             found = found[tried.count(tried[-1]) - 1]
         if found is None:
             return {"failed": "out of memory"}
-        return {"seconds": found, "peak_gb": 0.5}
+        return {"first": 70.0, "seconds": found, "peak_gb": 0.5}
 
     return measure
 
@@ -151,6 +151,12 @@ def test_figures_follow_from_the_timings(monkeypatch):
     assert auto["share_of_rate"]["bf16"] == 16.0 * auto["flops_per_token"] / 4e9
     assert "| mha | auto | 16 | 16 | 2,000 | 3,000 | 0.50 |" in train.table(result)
     assert result["machine"]["torch"] == torch.__version__
+    # What compiling takes is told as well.
+    tried.clear()
+    compiled = train.run([replace(cell, compile=True) for cell in cells], repeats=3)
+    head, _, full, *_ = train.table(compiled).splitlines()[3:]
+    assert head.endswith("| over sdpa | first step, s |")
+    assert full.endswith("| 1.00 | 0.33 | 70 |")
 
 
 def test_what_cannot_be_done_is_told_and_not_tried_again(monkeypatch):

@@ -166,6 +166,7 @@ def _note(row: dict[str, Any], found: dict[str, Any]) -> None:
         row |= {} if row["timings"] else found  # it was measured in another round
     else:
         row["timings"].append(found["seconds"])
+        row["first_step_seconds"] = found["first"]
         row["peak_gb"] = max(row["peak_gb"], found["peak_gb"])
 
 
@@ -213,22 +214,23 @@ def table(result: dict[str, Any]) -> str:
         f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in result["matmul_flops"].items()
     )
     first = result["rows"][0]
+    is_compiled = first["compile"]
     again = sorted({row["seq_len"] for row in result["rows"] if row["recompute"]})
     lines = [
         f"Model: d_model {first['d_model']}, {first['n_layer']} layers, d_k {first['d_k']}, "
         f"{first['n_code']} codes, blocks of {first['block_len']}; batch {first['batch_size']}, "
-        f"{first['precision']}{', compiled' if first['compile'] else ''}; activations recomputed "
+        f"{first['precision']}{', compiled' if is_compiled else ''}; activations recomputed "
         f"at {', '.join(f'{n:,}' for n in again) or 'no'} tokens",
         f"Best matrix-product rates here: {rates}",
         "",
         "| heads | kind | tokens | tokens/s | ms per step | median | peak GB | of bf16 rate "
-        "| of fp32 rate | over full | over sdpa |",
-        "| --- | --- |" + " ---: |" * 9,
+        "| of fp32 rate | over full | over sdpa |" + " first step, s |" * is_compiled,
+        "| --- | --- |" + " ---: |" * (9 + is_compiled),
     ]
     for row in sorted(result["rows"], key=lambda r: HEAD_TYPES.index(r["head_type"])):
         start = f"| {row['head_type']} | {kind(row)} | {row['seq_len']:,} |"
         if "failed" in row:
-            lines.append(f"{start} {row['failed']} |" + "  |" * 7)
+            lines.append(f"{start} {row['failed']} |" + "  |" * (7 + is_compiled))
             continue
         share = row["share_of_rate"]
         cells = [
@@ -239,6 +241,7 @@ def table(result: dict[str, Any]) -> str:
             f"{share['bf16']:.2f}",
             f"{share['fp32']:.2f}",
             *("" if row[key] is None else f"{row[key]:.2f}" for key in ("over_full", "over_sdpa")),
+            *([f"{row['first_step_seconds']:,.0f}"] if is_compiled else []),
         ]
         lines.append(f"{start} {' | '.join(cells)} |")
     return "\n".join(lines)

@@ -51,6 +51,7 @@ def test_what_is_claimed_was_measured():
         ("heads", "mqa"),
         ("mha", "mha"),
         ("bf16-shga", "shga"),
+        ("bf16-mqa", "mqa"),
         ("bf16-mha", "mha"),
     ],
 )

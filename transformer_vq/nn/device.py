@@ -63,7 +63,7 @@ def keep_freed_memory() -> None:
     """Let the process keep what large tensors free, where the C library is glibc.
 
     It would give the memory back and ask for it again with the next tensor, and every new page of
-    it costs time: up to a tenth of a training step on a processor.
+    it costs time: up to a third of a training step on a processor.
     """
     mmap_max, trim_threshold = -4, -1  # numbers from malloc.h
     try:

@@ -104,7 +104,7 @@ class Train:
     lengths: tuple[int, ...] | None = None
     """Tokens per sequence; by default 2048 8192 32768 131072."""
     recompute: train.Recompute = "auto"
-    """Compute activations again in backward; auto: from 32768 tokens in a batch."""
+    """Compute activations again in backward; auto: where memory does not suffice without."""
     compile: bool = False
     """Use torch.compile."""
     repeats: int | None = None
@@ -211,13 +211,12 @@ def train_(arguments: list[str]) -> None:
         command.head_types,
         kinds if command.kinds is None else command.kinds,
         lengths if command.lengths is None else command.lengths,
-        command.recompute,
         compile=command.compile,
         **command.shape.fields(),
     )
     repeats = repeats if command.repeats is None else command.repeats
     try:
-        result = train.run(cells, repeats, command.memory_gb, command.time_limit)
+        result = train.run(cells, repeats, command.memory_gb, command.time_limit, command.recompute)
     except train.Interrupted as stop:
         if stop.result["rows"]:
             _report(stop.result, train.table(stop.result), command.out, command.json)

@@ -107,15 +107,9 @@ def test_short_sequences_are_timed_for_as_many_tokens_as_the_longest():
             assert full.steps == max(1, round(linear.flops / full.flops))
 
 
-@pytest.mark.parametrize(("option", "want"), [("auto", [0, 1]), ("on", [1, 1]), ("off", [0, 0])])
-def test_long_batches_are_recomputed_unless_told_otherwise(option, want):
-    cells = train.grid(["mha"], ["auto"], [8192, 16384], option, **SHAPE | {"batch_size": 2})
-    assert [cell.recompute for cell in cells] == [bool(x) for x in want]
-
-
 def pretended(seconds, tried):
-    """`alone` without processes: seconds by kind and length, or a list of them by round; None is
-    out of memory. Notes what was tried."""
+    """`alone` without processes: seconds by kind and length, or a list of them by round, or by
+    whether it recomputes; None is out of memory. Notes what was tried."""
 
     def measure(function, *arguments, **_):
         if function is rates.matmul_rates:
@@ -127,6 +121,8 @@ def pretended(seconds, tried):
             raise KeyboardInterrupt
         if isinstance(found, list):
             found = found[tried.count(tried[-1]) - 1]
+        if isinstance(found, dict):
+            found = found[cell.recompute]
         if found is None:
             return {"failed": "out of memory"}
         return {"first": 70.0, "seconds": found, "peak_gb": 0.5}
@@ -189,6 +185,32 @@ def test_what_cannot_be_done_is_told_and_not_tried_again(monkeypatch):
     longer = [replace(cell, recompute=cell.seq_len == 256) for cell in cells]
     train.run(longer, repeats=1, time_limit=1e9)
     assert ("full", 256) in tried
+
+
+def test_activations_are_recomputed_where_memory_does_not_suffice(monkeypatch):
+    seconds = {
+        ("full", 16): 1.0,
+        ("full", 64): {False: None, True: 4.0},
+        ("full", 256): {True: 9.0},
+        ("full", 1024): {True: None},
+    }
+    tried = []
+    monkeypatch.setattr(train, "alone", pretended(seconds, tried))
+    cells = train.grid(["shga"], ["full"], [16, 64, 256, 1024], **SHAPE)
+    result = train.run(cells, repeats=2, recompute="auto")
+    assert [row["recompute"] for row in result["rows"]] == [False, True, True, True]
+    assert tried == [("full", n) for n in (16, 64, 64, 256, 1024, 16, 64, 256)]
+    table = train.table(result)
+    assert "; *: activations computed again in backward" in table
+    for line in ("| full | 16 | 16 ", "| full * | 64 | 16 ", "| full * | 1,024 | out of memory "):
+        assert line in table
+    # Or everywhere, or nowhere.
+    monkeypatch.setattr(train, "alone", pretended({("full", 16): {True: 1.0}}, []))
+    assert train.run(cells[:1], recompute="on")["rows"][0]["recompute"]
+    monkeypatch.setattr(train, "alone", pretended({("full", 64): {False: None}}, []))
+    off = train.run(cells[1:2], recompute="off")
+    assert off["rows"][0]["failed"] == "out of memory"
+    assert "*" not in train.table(off)
 
 
 def test_a_grid_that_is_interrupted_tells_what_it_has(tmp_path, monkeypatch, capsys):

@@ -50,7 +50,7 @@ def test_local_bias_puts_each_distance_in_its_place(n_query, older):
 
 @pytest.mark.parametrize(("n_query", "n_key"), [(1, 1), (1, 4), (3, 3), (3, 7)])
 def test_causal_bias_puts_each_distance_in_its_place(n_query, n_key):
-    by_distance = torch.randn(2, n_query, n_key)
+    by_distance = torch.randn(3, n_query, n_key)[1:]
     bias = causal_bias(by_distance)
     for i in range(n_query):
         for j in range(n_key):
@@ -67,3 +67,17 @@ def test_scores_by_distance_do_not_depend_on_the_order_of_contraction(n_query):
     table = torch.randn(50, 12, dtype=torch.float64)
     want = torch.einsum("bhgik,hkw,dw->bhgid", q, r_weight, table)
     assert_close("scores", scores_by_distance(q, r_weight, table), want)
+
+
+@pytest.mark.parametrize(("n_query", "n_key"), [(1, 1), (1, 4), (3, 3), (3, 7)])
+def test_causal_bias_passes_each_gradient_back_to_its_distance(n_query, n_key):
+    # Parts of larger tensors, which do not begin where their memory does.
+    by_distance = torch.randn(3, 2, n_query, n_key, dtype=torch.float64, requires_grad=True)[1:]
+    probe = torch.randn(3, 2, n_query, n_key, dtype=torch.float64)[1:]
+    (got,) = torch.autograd.grad(causal_bias(by_distance), by_distance, probe)
+    want = torch.zeros_like(got)
+    for i in range(n_query):
+        for j in range(i + n_key - n_query + 1):
+            distance = i + n_key - n_query - j
+            want[..., i, n_key - 1 - distance] += probe[..., i, j]
+    assert torch.equal(got, want)

@@ -30,7 +30,6 @@ LENGTHS = (2048, 8192, 32_768, 131_072)
 QUICK_KINDS: tuple[Kind, ...] = ("full", "sdpa", "auto")
 QUICK_LENGTHS = (2048, 8192)
 
-LONG = 32_768  # tokens of a batch from which activations are computed again unless told otherwise
 USABLE_MEMORY = 0.9  # of all there is: rather a message than a dead machine
 START = 600.0  # seconds that a child may take until its first step, compiling included
 
@@ -47,7 +46,6 @@ def grid(
     head_types: Sequence[HeadType],
     kinds: Sequence[Kind],
     lengths: Sequence[int],
-    recompute: Recompute = "auto",
     **shape: Any,
 ) -> list[Cell]:
     """All cells, short sequences first. The baseline `sdpa` has one head type, MHA.
@@ -66,9 +64,7 @@ def grid(
                 seq_len=seq_len,
                 **shape,
             )
-            n_tokens = seq_len * cell.batch_size
-            again = recompute == "on" or (recompute == "auto" and n_tokens >= LONG)
-            cells.append(_with_steps(replace(cell, recompute=again), max(lengths)))
+            cells.append(_with_steps(cell, max(lengths)))
     return cells
 
 
@@ -90,11 +86,14 @@ def run(
     repeats: int = 3,
     memory_gb: float | None = None,
     time_limit: float = 300.0,
+    recompute: Recompute | None = None,
 ) -> dict[str, Any]:
     """Measure all cells once per round.
 
     memory_gb: what a cell may use, by default nearly all there is. time_limit: seconds that a step
     may take; a cell that would take longer, judging by a shorter sequence, is left out.
+    recompute: whether activations are computed again in backward, "auto" where memory does not
+    suffice without; by default as each cell says.
     """
     device = find_device(cells[0].device)
     if memory_gb is None:
@@ -103,7 +102,20 @@ def run(
     for name, limit in limits.items():
         if limit <= 0:
             raise ValueError(f"{name}={limit}: must be above 0")
+    if recompute is not None:
+        cells = [replace(cell, recompute=recompute == "on") for cell in cells]
     rows = {cell: asdict(cell) | {"timings": [], "peak_gb": 0.0} for cell in cells}
+
+    def measure(cell: Cell) -> dict[str, Any]:
+        return alone(
+            timed_steps,
+            cell,
+            time_limit,
+            memory_gb,
+            memory_gb=memory_gb if device.type == "cpu" else None,
+            seconds=START + 3 * time_limit,
+        )
+
     with progress_bar("bench", 1 + repeats * len(cells), "cells") as advance:
         rates = alone(matmul_rates, device)
         if "failed" in rates:
@@ -112,16 +124,13 @@ def run(
         try:
             for cell, row in list(rows.items()) * repeats:
                 if not row["timings"] and "failed" not in row:
-                    row |= hopeless(cell, rows, time_limit)
+                    row |= foreseen(cell, rows, time_limit)
                 if "failed" not in row:
-                    found = alone(
-                        timed_steps,
-                        cell,
-                        time_limit,
-                        memory_gb,
-                        memory_gb=memory_gb if device.type == "cpu" else None,
-                        seconds=START + 3 * time_limit,
-                    )
+                    found = measure(replace(cell, recompute=row["recompute"]))
+                    lacks_memory = not row["timings"] and found.get("failed") == OUT_OF_MEMORY
+                    if recompute == "auto" and lacks_memory and not row["recompute"]:
+                        row["recompute"] = True
+                        found = measure(replace(cell, recompute=True))
                     _note(row, found)
                 advance(1, note=_progress(cell, row))
         except KeyboardInterrupt:
@@ -144,21 +153,25 @@ def _result(
     }
 
 
-def hopeless(cell: Cell, rows: dict[Cell, dict[str, Any]], time_limit: float) -> dict[str, Any]:
-    """Why a cell need not be tried, from shorter sequences of the same model; {} if it should."""
+def foreseen(cell: Cell, rows: dict[Cell, dict[str, Any]], time_limit: float) -> dict[str, Any]:
+    """What shorter sequences of the same model say: why a cell need not be tried, or that it has
+    to recompute as well; {} if nothing."""
     why: dict[str, Any] = {}
+    again: dict[str, Any] = {}
     for other, row in rows.items():  # short ones first, so that the longest of them decides
         same = replace(other, seq_len=cell.seq_len, steps=cell.steps)
         if other.seq_len >= cell.seq_len or replace(same, recompute=cell.recompute) != cell:
             continue
         if row.get("failed") == OUT_OF_MEMORY and same == cell:
             return {"failed": OUT_OF_MEMORY}
+        if row["recompute"] != other.recompute:
+            again = {"recompute": True}
         known = min(row["timings"]) if row["timings"] else row.get("estimated_seconds")
         if known is not None:
             seconds = known * cell.flops / other.flops
             skipped = {"failed": f"skipped, about {seconds:,.0f} s per step"}
             why = skipped | {"estimated_seconds": seconds} if seconds > time_limit else {}
-    return why
+    return why | again
 
 
 def _note(row: dict[str, Any], found: dict[str, Any]) -> None:
@@ -215,12 +228,12 @@ def table(result: dict[str, Any]) -> str:
     )
     first = result["rows"][0]
     is_compiled = first["compile"]
-    again = sorted({row["seq_len"] for row in result["rows"] if row["recompute"]})
+    again = any(row["recompute"] for row in result["rows"])
     lines = [
         f"Model: d_model {first['d_model']}, {first['n_layer']} layers, d_k {first['d_k']}, "
         f"{first['n_code']} codes, blocks of {first['block_len']}; batch {first['batch_size']}, "
-        f"{first['precision']}{', compiled' if is_compiled else ''}; activations recomputed "
-        f"at {', '.join(f'{n:,}' for n in again) or 'no'} tokens",
+        f"{first['precision']}{', compiled' if is_compiled else ''}"
+        f"{'; *: activations computed again in backward' if again else ''}",
         f"Best matrix-product rates here: {rates}",
         "",
         "| heads | kind | tokens | tokens/s | ms per step | median | peak GB | of bf16 rate "
@@ -228,7 +241,8 @@ def table(result: dict[str, Any]) -> str:
         "| --- | --- |" + " ---: |" * (9 + is_compiled),
     ]
     for row in sorted(result["rows"], key=lambda r: HEAD_TYPES.index(r["head_type"])):
-        start = f"| {row['head_type']} | {kind(row)} | {row['seq_len']:,} |"
+        mark = " *" if row["recompute"] else ""
+        start = f"| {row['head_type']} | {kind(row)}{mark} | {row['seq_len']:,} |"
         if "failed" in row:
             lines.append(f"{start} {row['failed']} |" + "  |" * (7 + is_compiled))
             continue

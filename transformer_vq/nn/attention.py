@@ -125,7 +125,8 @@ class VQAttention(Heads):
         outputs: list[AttentionOutput] = []
         layouts: list[Layout | None] = []
         start = 0
-        for segment in x.split(self._segment_len(*x.shape[:2]), dim=1):
+        segment_len = self._segment_len(*x.shape[:2])
+        for segment in (x,) if segment_len >= x.shape[1] else x.split(segment_len, dim=1):
             stop = start + segment.shape[1]
             part = None if layout is None else layout.part(start, stop)
             output = run(self._segment, segment, state, sinusoids, part, recompute=self.recompute)

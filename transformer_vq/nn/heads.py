@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transformer_vq.nn.layers import linear, rms_norm
+from transformer_vq.nn.layers import gated, linear, rms_norm
 from transformer_vq.nn.quantizer import CodeUsage
 from transformer_vq.ops.position import relative_sinusoids, scores_by_distance
 from transformer_vq.ops.ragged import Layout, read_layout
@@ -71,7 +71,7 @@ class Heads(nn.Module):
     def _residual(self, wv: Tensor, x: Tensor) -> Tensor:
         """Gate (if any) and output projection. wv: [b, h, g, t, v] -> [b, t, d_model]."""
         o = wv.permute(0, 3, 1, 2, 4).flatten(2)
-        return self.o_proj(o if self.g_proj is None else o * F.silu(self.g_proj(x)))
+        return self.o_proj(o if self.g_proj is None else gated(o, self.g_proj(x)))
 
     def _by_distance(self, q: Tensor, sinusoids: Tensor, mask: Tensor | None) -> Tensor:
         """Positional scores of each query for each row of the sinusoids: [b, h, g, t, d]."""

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from transformer_vq.ops.cache import accumulation_dtype
@@ -15,10 +16,58 @@ from transformer_vq.ops.position import sinusoids
 
 T = TypeVar("T")
 
+NORM_EPS = 1e-6
+
 
 def rms_norm(x: Tensor) -> Tensor:
     """RMSNorm without gain or bias over the last axis, in float32 or better."""
-    return F.rms_norm(x.to(accumulation_dtype(x.dtype)), x.shape[-1:], eps=1e-6).to(x.dtype)
+    exact = x.to(accumulation_dtype(x.dtype))
+    if x.device.type == "cpu" and not torch.compiler.is_compiling():
+        return _RMSNorm.apply(exact).to(x.dtype)  # torch has one kernel for it on GPUs only
+    return F.rms_norm(exact, x.shape[-1:], eps=NORM_EPS).to(x.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x / rms(x) in few passes; its gradient needs the result, which the next layer keeps anyway.
+
+    With y = s x and s = 1 / rms(x), the gradient is s (dy - y mean(y dy)).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(NORM_EPS).rsqrt_()
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        y, scale = ctx.saved_tensors
+        mean = torch.linalg.vecdot(y, grad).unsqueeze(-1) / y.shape[-1]
+        return torch.addcmul(grad, y, mean, value=-1).mul_(scale)
+
+
+def gated(x: Tensor, gate: Tensor) -> Tensor:
+    """x * silu(gate)."""
+    # A compiled graph decides on its own what to keep.
+    return x * F.silu(gate) if torch.compiler.is_compiling() else _Gated.apply(x, gate)
+
+
+class _Gated(torch.autograd.Function):
+    """x * silu(gate) that keeps its two inputs and nothing else for its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        return F.silu(gate).mul_(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, gate = ctx.saved_tensors
+        return F.silu(gate).mul_(grad), torch.ops.aten.silu_backward(grad * x, gate)
 
 
 def linear(d_in: int, d_out: int, bias: bool = False) -> nn.Linear:
@@ -45,7 +94,6 @@ class FeedForward(nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         x = self.in_proj(rms_norm(x))
-        # A compiled graph decides on its own what to keep.
         x = F.relu(x).square() if torch.compiler.is_compiling() else _SquaredReLU.apply(x)
         return self.out_proj(x)
 

@@ -76,13 +76,12 @@ def vq_attention(
     sizes = [size for size in (*sizes, rest) if size > 0]
     outputs: list[Tensor] = []
     start = 0
-    # Splits, because the gradient of a slice would be a whole tensor of zeros for every part.
     for part in zip(
-        q.split(sizes, dim=-2),
-        k_hat.split(sizes, dim=-2),
-        z.split(sizes, dim=-1),
-        v.split(sizes, dim=-2),
-        by_distance.split(sizes, dim=-2),
+        _split(q, sizes, dim=-2),
+        _split(k_hat, sizes, dim=-2),
+        _split(z, sizes, dim=-1),
+        _split(v, sizes, dim=-2),
+        _split(by_distance, sizes, dim=-2),
         strict=True,
     ):
         stop = start + part[0].shape[-2]
@@ -98,6 +97,11 @@ def vq_attention(
         outputs.append(output)
         start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2), state
+
+
+def _split(x: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
+    """Parts whose gradients are put together once: that of a slice is as large as the whole."""
+    return (x,) if len(sizes) == 1 else x.split(sizes, dim)
 
 
 def _attend_blocks(

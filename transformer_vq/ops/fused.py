@@ -117,15 +117,17 @@ class _Attention(torch.autograd.Function):
         with full_precision(q.device):
             for n in range(blocks.n_blocks):
                 k_local, v_local = _local(k_window, k, n), _local(v_window, v, n)
-                n_code = blocks.n_code(n)
+                n_code, first = blocks.n_code(n), blocks.first_key(n, k_window.shape[1])
                 if sums is not None and n_code > 0:
                     means.append((sums * _per_token(count)).to(v.dtype))
                 for tile in tiles(q, k_window, n):
                     w = tile_weights(tile, q, k_local, by_distance, count, blocks).to(v.dtype)
-                    o = torch.bmm(w[..., n_code:], v_local[:, : tile.n_local])
+                    o = out[:, :, tile.queries].flatten(1, 2)  # of one group: the place itself
+                    torch.bmm(w[..., n_code + first :], v_local[:, first : tile.n_local], out=o)
                     if n_code > 0:
                         o.baddbmm_(w[..., :n_code], means[-1])
-                    out[:, :, tile.queries] = o.view(*q.shape[:2], -1, v.shape[-1])
+                    if tile.n_group > 1:
+                        out[:, :, tile.queries] = o.unflatten(1, (tile.n_group, -1))
                     if blocks.keep:
                         weights.append(w)
                 if sums is not None:
@@ -151,7 +153,8 @@ class _Attention(torch.autograd.Function):
         d_by_distance = q.new_empty(ctx.by_distance_shape)
         # Of the window and then the segment: a block's gradient is a stretch of it.
         d_k = k.new_zeros(k.shape[0], window_len + k.shape[1], k.shape[2], dtype=exact)
-        d_v = v.new_zeros(v.shape[0], window_len + v.shape[1], v.shape[2], dtype=exact)
+        d_v = v.new_empty(v.shape[0], window_len + v.shape[1], v.shape[2], dtype=exact)
+        d_v[:, blocks.n_blocks * window_len :] = 0  # the rest as tokens leave
         u = None
         if blocks.grad_through_cache:
             u = v.new_zeros(*blocks.count.shape, v.shape[-1], dtype=exact)
@@ -161,13 +164,16 @@ class _Attention(torch.autograd.Function):
             for n in reversed(range(blocks.n_blocks)):
                 k_local, v_local = _local(k_window, k, n), _local(v_window, v, n)
                 start, n_code = n * window_len, blocks.n_code(n)
+                first = blocks.first_key(n, window_len)
                 cached = means.pop() if n_code > 0 else None
-                d_cached = None
+                d_cached, d_window = None, d_v[:, start : start + window_len]
+                if u is None or blocks.rows.shape[-1] < window_len:
+                    d_window.zero_()
                 if u is not None:
-                    leaving = u.flatten(0, 1)[blocks.rows[:, n]]
+                    d_leaving = d_window[:, : blocks.rows.shape[-1]]
+                    d_leaving.copy_(u.flatten(0, 1)[blocks.rows[:, n]])
                     if blocks.some_left_out(n):
-                        leaving *= blocks.counted[:, n].unsqueeze(-1)
-                    d_v[:, start : start + leaving.shape[1]] += leaving
+                        d_leaving *= blocks.counted[:, n].unsqueeze(-1)
                     if blocks.carry is not None:
                         u *= blocks.carry[:, n].view(-1, 1, 1)
                     d_cached = torch.zeros_like(u) if n_code > 0 else None
@@ -175,17 +181,20 @@ class _Attention(torch.autograd.Function):
                     w = weights.pop()
                     d_o = d_out[:, :, tile.queries].flatten(1, 2)
                     q_tile = q[:, :, tile.queries].flatten(1, 2)
-                    into = slice(start, start + tile.n_local)
-                    _add_product_(d_v[:, into], w[..., n_code:].mT, d_o)
+                    keys = slice(first, tile.n_local)
+                    into = slice(start + first, start + tile.n_local)
+                    _add_product_(d_v[:, into], w[..., n_code + first :].mT, d_o)
                     if d_cached is not None:
                         _add_product_(d_cached, w[..., :n_code].mT, d_o)
                     d_s = torch.empty_like(w)
-                    torch.bmm(d_o, v_local[:, : tile.n_local].mT, out=d_s[..., n_code:])
+                    d_s[..., n_code : n_code + first] = 0
+                    torch.bmm(d_o, v_local[:, keys].mT, out=d_s[..., n_code + first :])
                     if cached is not None:
                         torch.bmm(d_o, cached.mT, out=d_s[..., :n_code])
                     d_s = _softmax_backward(d_s.to(exact), w.to(exact)).to(q.dtype)
-                    _add_product_(d_k[:, into], d_s[..., n_code:].mT, q_tile)
-                    d_q_tile = torch.bmm(d_s[..., n_code:], k_local[:, : tile.n_local])
+                    d_local = d_s[..., n_code + first :]
+                    _add_product_(d_k[:, into], d_local.mT, q_tile)
+                    d_q_tile = torch.bmm(d_local, k_local[:, keys])
                     if cached is not None:
                         d_q_tile.baddbmm_(d_s[..., :n_code], blocks.codebook)
                     d_q[:, :, tile.queries] = d_q_tile.view_as(d_q[:, :, tile.queries])

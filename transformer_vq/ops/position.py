@@ -7,7 +7,10 @@ layout by viewing the same memory with rows one element shorter.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.ops.cache import accumulation_dtype
@@ -74,15 +77,43 @@ def causal_bias(by_distance: Tensor) -> Tensor:
 
     by_distance: [..., i, n] for distances n - 1, ..., 0 -> [..., i, n], future keys -inf.
     """
-    n_query, n_key = by_distance.shape[-2:]
-    # Row i moves left by n_query - 1 - i; what wraps around lands in the future and is masked.
-    rows = torch.nn.functional.pad(by_distance, (1, 0)).flatten(-2)[..., n_query:]
-    return rows.unflatten(-1, (n_query, n_key)).masked_fill(
-        future_mask(n_query, n_key, by_distance.device), -torch.inf
-    )
+    if torch.compiler.is_compiling():  # decides on its own how often to copy
+        n_query, n_key = by_distance.shape[-2:]
+        rows = F.pad(by_distance, (1, 0)).flatten(-2)[..., n_query:].unflatten(-1, (n_query, n_key))
+        return rows.masked_fill(future_mask(n_query, n_key, by_distance.device), -torch.inf)
+    return _CausalBias.apply(by_distance)
+
+
+class _CausalBias(torch.autograd.Function):
+    """Row i moves left by n_query - 1 - i; what wraps around lands in the future and is masked.
+
+    Matrices of this size are to be copied once, not with every operation and its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, by_distance: Tensor) -> Tensor:
+        n_query, n_key = by_distance.shape[-2:]
+        x = by_distance.contiguous()
+        strides = (*x.stride()[:-2], n_key - 1, 1)
+        moved = x.as_strided(x.shape, strides, x.storage_offset() + n_query - 1)
+        return moved.masked_fill(future_mask(n_query, n_key, x.device), -torch.inf)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        n_query, n_key = grad.shape[-2:]
+        grad = grad.contiguous()
+        d_by_distance = torch.empty_like(grad)
+        d_by_distance[..., 0, n_query - 1 :] = grad[..., 0, : n_key - n_query + 1]
+        rest = d_by_distance[..., 1:, :]
+        strides = (*grad.stride()[:-2], n_key + 1, 1)
+        start = grad.storage_offset() + n_key - n_query + 2
+        rest.copy_(grad.as_strided(rest.shape, strides, start))
+        steps = torch.arange(n_key, device=grad.device)
+        before_start = steps < steps[:n_query].flip(0).unsqueeze(-1)
+        return d_by_distance.masked_fill_(before_start, 0.0)
 
 
 def future_mask(n_query: int, n_key: int, device: torch.device | None = None) -> Tensor:
     """True where the key lies after the query; the queries are the last n_query of n_key tokens."""
-    mask = torch.ones(n_query, n_key, dtype=torch.bool, device=device)
-    return mask.triu(1 + n_key - n_query)
+    steps = torch.arange(n_key, device=device)
+    return steps > steps[n_key - n_query :].unsqueeze(-1)

@@ -22,7 +22,8 @@ class Blocks:
 
     n_blocks: int
     n_empty: int
-    """Blocks at the start for which the cache is known to be empty."""
+    """Blocks at the start for which the cache is known to be empty; the first has no window then
+    either."""
     grad_through_cache: bool
     keep: bool
     codebook: Tensor
@@ -37,6 +38,10 @@ class Blocks:
     def n_code(self, block: int) -> int:
         """Columns of scores that a block has for the cache."""
         return 0 if block < self.n_empty else self.count.shape[-1]
+
+    def first_key(self, block: int, window_len: int) -> int:
+        """The first of the keys before and in a block that can be seen at all."""
+        return window_len if block == 0 and self.n_empty > 0 else 0
 
     def some_left_out(self, block: int) -> bool:
         """Whether tokens that leave with a block may not count: empty slots, other documents."""
@@ -95,8 +100,10 @@ def tile_weights(
     n_code, window_len = blocks.n_code(tile.block), tile.window_len
     q = q[:, :, tile.queries].flatten(1, 2)
     scores = q.new_empty(*q.shape[:2], n_code + tile.n_local)
-    local = scores[..., n_code:]
-    torch.bmm(q, k_local[:, : tile.n_local].mT, out=local)
+    first_key = blocks.first_key(tile.block, window_len)
+    # What no key is multiplied for is masked below, whatever it was.
+    local = scores[..., n_code + first_key :]
+    torch.bmm(q, k_local[:, first_key : tile.n_local].mT, out=local)
     if n_code > 0:
         torch.bmm(q, blocks.codebook.mT, out=scores[..., :n_code])
     scores = scores.to(count.dtype)

@@ -22,7 +22,7 @@ from transformer_vq.ops.cache import CacheStats, accumulation_dtype
 from transformer_vq.ops.precision import full_precision
 from transformer_vq.ops.ragged import Leaving, Sight
 from transformer_vq.ops.state import AttentionState
-from transformer_vq.ops.tiles import Blocks, tile_weights, tiles
+from transformer_vq.ops.tiles import Blocks, product, tile_weights, tiles
 
 
 def attend_blocks(
@@ -123,7 +123,7 @@ class _Attention(torch.autograd.Function):
                 for tile in tiles(q, k_window, n):
                     w = tile_weights(tile, q, k_local, by_distance, count, blocks).to(v.dtype)
                     o = out[:, :, tile.queries].flatten(1, 2)  # of one group: the place itself
-                    torch.bmm(w[..., n_code + first :], v_local[:, first : tile.n_local], out=o)
+                    product(w[..., n_code + first :], v_local[:, first : tile.n_local], out=o)
                     if n_code > 0:
                         o.baddbmm_(w[..., :n_code], means[-1])
                     if tile.n_group > 1:
@@ -188,13 +188,13 @@ class _Attention(torch.autograd.Function):
                         _add_product_(d_cached, w[..., :n_code].mT, d_o)
                     d_s = torch.empty_like(w)
                     d_s[..., n_code : n_code + first] = 0
-                    torch.bmm(d_o, v_local[:, keys].mT, out=d_s[..., n_code + first :])
+                    product(d_o, v_local[:, keys].mT, out=d_s[..., n_code + first :])
                     if cached is not None:
-                        torch.bmm(d_o, cached.mT, out=d_s[..., :n_code])
+                        product(d_o, cached.mT, out=d_s[..., :n_code])
                     d_s = _softmax_backward(d_s.to(exact), w.to(exact)).to(q.dtype)
                     d_local = d_s[..., n_code + first :]
                     _add_product_(d_k[:, into], d_local.mT, q_tile)
-                    d_q_tile = torch.bmm(d_local, k_local[:, keys])
+                    d_q_tile = product(d_local, k_local[:, keys])
                     if cached is not None:
                         d_q_tile.baddbmm_(d_s[..., :n_code], blocks.codebook)
                     d_q[:, :, tile.queries] = d_q_tile.view_as(d_q[:, :, tile.queries])
@@ -261,4 +261,4 @@ def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.dtype == a.dtype:
         total.baddbmm_(a, b)
     else:
-        total += torch.bmm(a, b)
+        total += product(a, b)

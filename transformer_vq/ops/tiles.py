@@ -93,6 +93,16 @@ def tiles(q: Tensor, window: Tensor, block: int) -> list[Tile]:
     ]
 
 
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a b, [B, i, j] and [B, j, k] -> [B, i, k].
+
+    A batch of one goes as a matrix: in bf16 on a processor, batches copy what is transposed.
+    """
+    if a.shape[0] > 1:
+        return torch.bmm(a, b, out=out)
+    return torch.mm(a[0], b[0], out=None if out is None else out[0]).unsqueeze(0)
+
+
 def tile_weights(
     tile: Tile, q: Tensor, k_local: Tensor, by_distance: Tensor, count: Tensor, blocks: Blocks
 ) -> Tensor:
@@ -103,9 +113,9 @@ def tile_weights(
     first_key = blocks.first_key(tile.block, window_len)
     # What no key is multiplied for is masked below, whatever it was.
     local = scores[..., n_code + first_key :]
-    torch.bmm(q, k_local[:, first_key : tile.n_local].mT, out=local)
+    product(q, k_local[:, first_key : tile.n_local].mT, out=local)
     if n_code > 0:
-        torch.bmm(q, blocks.codebook.mT, out=scores[..., :n_code])
+        product(q, blocks.codebook.mT, out=scores[..., :n_code])
     scores = scores.to(count.dtype)
     tile.by_distance(scores, n_code).add_(by_distance[:, :, tile.queries])
 

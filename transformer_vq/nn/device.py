@@ -63,8 +63,8 @@ def keep_freed_memory() -> None:
     """Let the process keep what large tensors free, where the C library is glibc.
 
     It would give the memory back and ask for it again with the next tensor, and every new page of
-    it costs time: up to a third of a training step on a processor. Tensors of a gigabyte are still
-    given back, as gaps of that size would be too much of the memory.
+    it costs time: up to a third of a training step on a processor. Tensors of two gigabytes are
+    still given back: gaps of that size would be too much of the memory.
     """
     mmap_max, mmap_threshold, trim_threshold = -4, -3, -1  # numbers from malloc.h
     try:
@@ -72,5 +72,5 @@ def keep_freed_memory() -> None:
     except (OSError, AttributeError):
         return
     mallopt(trim_threshold, -1)
-    if not mallopt(mmap_threshold, 2**30):  # glibc before 2.35 takes no more than 32 MB
+    if not mallopt(mmap_threshold, 2**31 - 1):  # glibc before 2.35 takes no more than 32 MB
         mallopt(mmap_max, 0)

@@ -35,13 +35,19 @@ def test_every_file_is_named_and_exists():
 
 
 def test_what_is_claimed_was_measured():
-    low, high = rows("bf16"), rows("fp32")
+    low, longer = rows("bf16"), rows("bf16-32k")
     shares = {head: low[head, "auto", 8192]["share_of_rate"]["bf16"] for head in train.HEAD_TYPES}
     assert shares["shga"] >= 0.85
     assert min(shares.values()) >= 0.70
-    for found in (low, high, rows("quick")):
+    for found in (low, longer, rows("fp32"), rows("quick")):
         assert found["shga", "auto", 2048]["over_full"] >= 1.0
         assert f"{found['shga', 'auto', 8192]['over_full']:.2f}" in PROSE
+    full, vq = longer["shga", "full", 32_768], longer["shga", "auto", 32_768]
+    assert (full["recompute"], vq["recompute"]) == (True, False)
+    assert vq["over_full"] >= 12.6
+    assert f"{vq['over_full']:.2f} at 32,768" in PROSE
+    again = rows("bf16-32k-recomputed")["shga", "auto", 32_768]
+    assert f"it is {full['seconds'] / again['seconds']:.2f} there" in PROSE
 
 
 @pytest.mark.parametrize(

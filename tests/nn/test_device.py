@@ -25,16 +25,25 @@ def test_evaluating_leaves_the_mode_as_it_was_whatever_happens(training):
     assert torch.is_grad_enabled()
 
 
-def test_glibc_is_told_to_keep_large_pieces(monkeypatch):
+@pytest.mark.parametrize(
+    ("takes_thresholds", "want"),
+    # Pieces by mmap from 2 GB on, or none at all; nothing trimmed.
+    [(1, [(-3, 2**31 - 1), (-1, -1)]), (0, [(-4, 0), (-3, 2**31 - 1), (-1, -1)])],
+)
+def test_glibc_is_told_to_keep_large_pieces(monkeypatch, takes_thresholds, want):
     calls = []
 
     class Library:
         def __init__(self, name):
-            self.mallopt = lambda *arguments: calls.append(arguments)
+            pass
+
+        def mallopt(self, number, value):
+            calls.append((number, value))
+            return takes_thresholds
 
     monkeypatch.setattr(ctypes, "CDLL", Library)
     keep_freed_memory()
-    assert sorted(calls) == [(-4, 0), (-1, -1)]  # no piece by mmap, nothing trimmed
+    assert sorted(calls) == want
 
 
 def test_other_c_libraries_are_left_alone(monkeypatch):

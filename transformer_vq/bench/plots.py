@@ -11,6 +11,8 @@ from typing import Any
 from transformer_vq.bench.steps import kind
 from transformer_vq.training.metrics import read_metrics
 
+STAR = {"marker": "*", "ms": 12}
+
 
 def pyplot() -> Any:
     """matplotlib, drawing to files only."""
@@ -188,11 +190,14 @@ def plot_train(result: dict[str, Any], path: Path) -> None:
             "linestyle": line,
             "label": f"{head_type} {name}",
         }
-        lengths = [row["seq_len"] for row in rows]
-        left.plot(lengths, [1e6 / row["us_per_token"] for row in rows], **style)
-        right.plot(lengths, [row["peak_gb"] for row in rows], **style)
+        again = [row for row in rows if row["recompute"]]
+        for shown, look in ((rows, style), (again, {"color": style["color"], "ls": "", **STAR})):
+            lengths = [row["seq_len"] for row in shown]
+            left.plot(lengths, [1e6 / row["us_per_token"] for row in shown], **look)
+            right.plot(lengths, [row["peak_gb"] for row in shown], **look)
+    some_again = any(row["recompute"] for rows in lines.values() for row in rows)
     left.set_ylabel("tokens per second")
-    left.set_title("training")
+    left.set_title("training" + " (star: activations computed again)" * some_again)
     right.set_ylabel("GB")
     right.set_title("peak memory")
     ticks = sorted({row["seq_len"] for rows in lines.values() for row in rows})

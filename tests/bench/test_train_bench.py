@@ -1,14 +1,7 @@
 """`tvq bench train`: what is measured, what follows, what is left out; no time is tested."""
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_vq import TransformerVQ
 from transformer_vq.bench import documents, rates, train
-from transformer_vq.bench.cells import alone
 from transformer_vq.bench.plots import plot_path
 from transformer_vq.bench.sdpa import SdpaAttention, SdpaTransformer, sdpa_flops_per_token
-from transformer_vq.bench.steps import Cell, kind, timed_steps
+from transformer_vq.bench.steps import kind, timed_steps
 from transformer_vq.cli import main
 from transformer_vq.nn.layers import rms_norm
 from transformer_vq.training.step import Trainer
@@ -298,51 +290,3 @@ def test_a_mistake_is_one_line_and_measures_nothing(options, message, capsys, mo
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_a_cell_over_the_limit_of_memory_is_out_of_memory():
-    cell = Cell("shga", "full", "auto", 16_384, **SHAPE)
-    assert alone(timed_steps, cell, memory_gb=1.0) == {"failed": "out of memory"}
-
-
-def test_a_process_that_takes_too_long_is_ended():
-    assert alone(time.sleep, 600, seconds=0.1) == {"failed": "ended after 0 s"}
-
-
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
-)
-def test_a_signal_ends_the_command_and_its_children(number, status):
-    command = [sys.executable, "-m", "transformer_vq", "bench", "train", *SMALL, "--kinds", "auto"]
-    process = subprocess.Popen(
-        [*command, "--lengths", "1000000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # Where tests run in the background SIGINT is ignored, and children inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-    def children():
-        task = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        return task.read_text().split() if task.exists() else []
-
-    deadline = time.monotonic() + 60
-    while len(children()) < 2 and time.monotonic() < deadline:  # one of them keeps resources
-        time.sleep(0.05)
-    started = children()
-    assert started
-    if number == signal.SIGINT:
-        os.killpg(process.pid, number)  # as a terminal does
-    else:
-        process.send_signal(number)
-    try:
-        _, error = process.communicate(timeout=60)  # ends when no child holds the pipe
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    assert process.returncode == status
-    if number == signal.SIGINT:  # a child whose parent is gone before it began may say so
-        assert error == "tvq: interrupted\n"

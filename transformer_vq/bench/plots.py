@@ -11,8 +11,6 @@ from typing import Any
 from transformer_vq.bench.steps import kind
 from transformer_vq.training.metrics import read_metrics
 
-STAR = {"marker": "*", "ms": 12}
-
 
 def pyplot() -> Any:
     """matplotlib, drawing to files only."""
@@ -191,7 +189,8 @@ def plot_train(result: dict[str, Any], path: Path) -> None:
             "label": f"{head_type} {name}",
         }
         again = [row for row in rows if row["recompute"]]
-        for shown, look in ((rows, style), (again, {"color": style["color"], "ls": "", **STAR})):
+        star = {"color": style["color"], "marker": "*", "ms": 12, "linestyle": ""}
+        for shown, look in ((rows, style), (again, star)):
             lengths = [row["seq_len"] for row in shown]
             left.plot(lengths, [1e6 / row["us_per_token"] for row in shown], **look)
             right.plot(lengths, [row["peak_gb"] for row in shown], **look)

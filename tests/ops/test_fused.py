@@ -51,6 +51,20 @@ def assert_equal_forms(inputs, cuts=(), *, fresh=True, **options):
 
 
 @pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("seq_len", [3, 8, 37])
+def test_nothing_is_read_before_it_is_written(heads, seq_len):
+    h, g = HEADS[heads]
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        assert torch.empty(3).isnan().all()
+        for options in ({}, {"cache": False}, {"grad_through_cache": False}, {"fresh": False}):
+            inputs = attention_inputs(seq_len, h=h, g=g, block_len=8, requires_grad=True)
+            assert_equal_forms(inputs, [min(10, seq_len - 1)], **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
 @pytest.mark.parametrize("seq_len", [1, 4, 7, 8, 16, 37])
 def test_tiles_of_any_size(monkeypatch, heads, rows, seq_len):

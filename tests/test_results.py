@@ -1,12 +1,17 @@
 """benchmarks/RESULTS.md says what the files beside it say."""
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from transformer_vq import TransformerVQ
 from transformer_vq.bench import ablate, profile, train
+from transformer_vq.bench.steps import Cell
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 RESULTS = (FOLDER / "RESULTS.md").read_text()
@@ -53,6 +58,24 @@ def test_what_is_claimed_was_measured():
     assert f"{longer['shga', 'auto', 8192]['over_full']:.1f} times as fast" in readme
     assert f"{vq['over_full']:.1f} times as fast at 32,768" in readme
     assert f"({equal:.1f} times with recomputation on both sides)" in readme
+
+
+@pytest.mark.slow
+def test_the_flops_of_full_attention_over_those_of_vq_are_as_told():
+    def added(total, a, b, *_, **__):
+        return 2 * math.prod(a) * b[-1]
+
+    def flops(attention, seq_len, device):
+        model = TransformerVQ(Cell("shga", attention, "auto", seq_len).config.model).to(device)
+        tokens = torch.zeros(1, seq_len, dtype=torch.int64, device=device)
+        accumulated = {torch.ops.aten.baddbmm_: added}  # which torch does not count
+        with FlopCounterMode(display=False, custom_mapping=accumulated) as counter:
+            model(tokens).logits.sum().backward()
+        return counter.get_total_flops()
+
+    for seq_len, told in ((8192, "{:.2f} times the FLOPs"), (32_768, "{:.1f} times at 32,768")):
+        ratio = flops("full", seq_len, "meta") / flops("vq", seq_len, "cpu")
+        assert told.format(ratio) in PROSE
 
 
 @pytest.mark.parametrize(

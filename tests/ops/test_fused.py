@@ -9,16 +9,16 @@ from helpers import assert_close, assert_same_gradients, attention_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_vq.ops import tiles
+from transformer_vq.ops import fused, tiles
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.ragged import read_layout
 
 HEADS = {"shga": (1, 1), "mqa": (1, 3), "mha": (3, 1)}
 
 
-def run(inputs, reduction, cuts=(), *, starts=None, valid=None, cache=True, fresh=True, **options):
+def run(inputs, reduction, cuts=(), *, starts=None, valid=None, cache=True, **options):
     """In segments, the state carried with its gradient; documents begin where `starts` says."""
-    state, outputs = replace(inputs.empty_state(cache), fresh=fresh), []
+    state, outputs = inputs.empty_state(cache), []
     ids = None if starts is None else starts.cumsum(1)
     for start, stop in pairwise([0, *cuts, inputs.q.shape[-2]]):
         layout = read_layout(
@@ -36,8 +36,8 @@ def run(inputs, reduction, cuts=(), *, starts=None, valid=None, cache=True, fres
     return torch.cat(outputs, dim=-2), state
 
 
-def assert_equal_forms(inputs, cuts=(), *, fresh=True, **options):
-    got, after = run(inputs, "auto", cuts, fresh=fresh, **options)
+def assert_equal_forms(inputs, cuts=(), **options):
+    got, after = run(inputs, "auto", cuts, **options)
     want, plain = run(inputs, "serial", cuts, **options)
     assert_close("output", got, want)
     # The state after it too, with its gradient.
@@ -57,7 +57,7 @@ def test_nothing_is_read_before_it_is_written(heads, seq_len):
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
         assert torch.empty(3).isnan().all()
-        for options in ({}, {"cache": False}, {"grad_through_cache": False}, {"fresh": False}):
+        for options in ({}, {"cache": False}, {"grad_through_cache": False}):
             inputs = attention_inputs(seq_len, h=h, g=g, block_len=8, requires_grad=True)
             assert_equal_forms(inputs, [min(10, seq_len - 1)], **options)
     finally:
@@ -75,14 +75,43 @@ def test_tiles_of_any_size(monkeypatch, heads, rows, seq_len):
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("grad_through_cache", [True, False])
-@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize("cuts", [(), (3,), (8, 16), (1, 9, 30)])
-def test_every_option(monkeypatch, cache, grad_through_cache, fresh, cuts):
+def test_every_option(monkeypatch, cache, grad_through_cache, looks, cuts):
     monkeypatch.setattr(tiles, "ROWS", 3)
+    if not looks:  # as on a GPU, where empty slots are attended to with weight zero
+        monkeypatch.setattr(fused, "_is_known_empty", lambda state: False)
     inputs = attention_inputs(40, h=2, g=2, block_len=8, requires_grad=True)
-    assert_equal_forms(
-        inputs, cuts, cache=cache, fresh=fresh, grad_through_cache=grad_through_cache
-    )
+    assert_equal_forms(inputs, cuts, cache=cache, grad_through_cache=grad_through_cache)
+
+
+def assembled_states(inputs):
+    """States that a user could put together from an empty one and one that has seen 21 tokens."""
+    empty = inputs.empty_state()
+    _, seen = vq_attention(*inputs.part(0, 21), empty, reduction="serial")
+    one, other = torch.tensor([True, False]), torch.tensor([1, 0])
+    yield "cache only", replace(empty, cache=seen.cache)
+    yield "window only", replace(empty, k=seen.k, v=seen.v, z=seen.z)
+    yield "position only", replace(empty, position=seen.position)
+    yield "all but the cache", replace(seen, cache=empty.cache)
+    yield "all but the position", replace(seen, position=empty.position)
+    yield "one row reset", seen.reset(one)
+    yield "all rows reset", seen.reset(one | ~one)
+    yield "rows swapped", seen.reset(one).select(other)
+    yield "counts only", replace(empty, cache=replace(empty.cache, count=seen.cache.count))
+
+
+def test_states_put_together_by_hand_give_the_result_of_the_reference():
+    inputs = attention_inputs(40, h=2, g=2, block_len=8)
+    for name, state in assembled_states(inputs):
+        for seq_len in (1, 8, 19):
+            part = inputs.part(21, 21 + seq_len)
+            want, want_state = vq_attention(*part, state, reduction="serial")
+            got, got_state = vq_attention(*part, state)
+            assert_close(name, got, want)
+            assert torch.equal(got_state.cache.count, want_state.cache.count), name
+            filled = (want_state.cache.count > 0).unsqueeze(-1)
+            assert_close(name, got_state.cache.mean * filled, want_state.cache.mean * filled)
 
 
 @given(

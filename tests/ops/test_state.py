@@ -10,7 +10,7 @@ from transformer_vq.ops.state import AttentionState
 def test_bytes_are_those_of_all_tensors():
     state = AttentionState.empty(2, 3, 4, 5, 6, 7, dtype=torch.float32)
     window = 2 * 3 * 4 * (5 + 6) * 4 + 2 * 3 * 4 * 8
-    assert state.n_bytes == window + 2 * 8 + 2 * 3 * 7 * (6 + 1) * 4
+    assert state.n_bytes == window + 2 * 8 + 2 * 3 * 7 * (6 * 4 + 8)
 
 
 def test_a_state_for_full_attention_has_no_codes_and_no_cache():

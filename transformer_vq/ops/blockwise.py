@@ -139,7 +139,6 @@ def _attend_blocks(
         z=newest(state.z, z, window_len, length, dim=-1),
         position=next_position(state.position, seq_len, layout),
         cache=cache,
-        fresh=False,
     )
     return output, after
 
@@ -185,7 +184,7 @@ def _plain_blocks(
             counted.unsqueeze(1),
         )
         if leaving is not None:
-            blocks = replace(blocks, carry=leaving.carry.to(blocks.count.dtype).unsqueeze(1))
+            blocks = replace(blocks, carry=leaving.carry.to(torch.int64).unsqueeze(1))
         initial = cache if grad_through_cache else cache.detach()
         prefix, cache = exclusive_prefix(blocks, initial, reduction)
         if leaving is not None:

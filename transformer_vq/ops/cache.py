@@ -15,10 +15,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CacheStats:
-    """mean: [..., s, v], count: [..., s]; both in `accumulation_dtype`.
+    """mean: [..., s, v] in `accumulation_dtype`, count: [..., s] of int64.
 
-    carry: [...], 0 where these tokens begin a new document, so that nothing before them counts;
-    None stands for 1 everywhere. The mean of a code whose count is 0 means nothing.
+    Counts are integers because float32 stops counting at 2^24. carry: [...] of int64, 0 where these
+    tokens begin a new document, so that nothing before them counts; None stands for 1 everywhere.
+    The mean of a code whose count is 0 means nothing.
     """
 
     mean: Tensor
@@ -30,10 +31,9 @@ class CacheStats:
         cls, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> CacheStats:
         """The identity of `merge`; `shape` is that of the mean, [..., s, v]."""
-        dtype = accumulation_dtype(dtype)
         return cls(
-            torch.zeros(shape, dtype=dtype, device=device),
-            torch.zeros(shape[:-1], dtype=dtype, device=device),
+            torch.zeros(shape, dtype=accumulation_dtype(dtype), device=device),
+            torch.zeros(shape[:-1], dtype=torch.int64, device=device),
         )
 
     def blocks(self, index: int | slice) -> CacheStats:
@@ -57,8 +57,13 @@ def merge(a: CacheStats, b: CacheStats) -> CacheStats:
         before = a.count * b.carry.unsqueeze(-1)
         carry = b.carry if a.carry is None else a.carry * b.carry
     count = before + b.count
-    share = b.count / count.clamp(min=1)
+    share = fraction(b.count, count, a.mean.dtype)
     return CacheStats(torch.lerp(a.mean, b.mean, share.unsqueeze(-1)), count, carry)
+
+
+def fraction(part: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
+    """part / total of counts in a floating-point type; 0 where there is nothing."""
+    return part.to(dtype) / total.clamp(min=1).to(dtype)
 
 
 def code_sums(
@@ -79,12 +84,12 @@ def code_sums(
     lead, n_rows = z.shape[:-1], z.shape[:-1].numel() * n_code
     offsets = torch.arange(0, n_rows, n_code, device=z.device).view(*lead, 1)
     rows = (z + offsets).flatten()
-    totals = x.new_zeros(n_rows, x.shape[-1]).index_add(0, rows, x.reshape(-1, x.shape[-1]))
-    counts = x.new_zeros(n_rows).index_add(0, rows, weight.flatten())
+    totals = x.new_zeros(n_rows, x.shape[-1]).index_add_(0, rows, x.reshape(-1, x.shape[-1]))
+    counts = x.new_zeros(n_rows).index_add_(0, rows, weight.flatten())
     return totals.view(*lead, n_code, -1), counts.view(*lead, n_code)
 
 
 def block_stats(z: Tensor, v: Tensor, n_code: int, valid: Tensor | None = None) -> CacheStats:
     """Cache statistics of the given tokens alone. z: [..., t], v: [..., t, v]."""
     total, count = code_sums(z, v, n_code, valid)
-    return CacheStats(total / count.clamp(min=1).unsqueeze(-1), count)
+    return CacheStats(total / count.clamp(min=1).unsqueeze(-1), count.to(torch.int64))

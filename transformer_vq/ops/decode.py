@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_vq.ops.cache import CacheStats, accumulation_dtype
+from transformer_vq.ops.cache import CacheStats, accumulation_dtype, fraction
 from transformer_vq.ops.quadratic import attention_weights
 from transformer_vq.ops.state import AttentionState
 
@@ -116,7 +116,7 @@ def _swallow_(cache: CacheStats, z: Tensor, v: Tensor, counted: Tensor) -> None:
     """
     more = counted.to(cache.count.dtype).view(-1, 1, 1).expand(z.shape)
     cache.count.scatter_add_(-1, z, more)
-    share = more / cache.count.gather(-1, z).clamp(min=1)
+    share = fraction(more, cache.count.gather(-1, z), cache.mean.dtype)
     place = z.unsqueeze(-1).expand(v.shape)
     mean = cache.mean.gather(-2, place)
     cache.mean.scatter_(-2, place, torch.lerp(mean, v.to(mean.dtype), share.unsqueeze(-1)))

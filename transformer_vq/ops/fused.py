@@ -2,8 +2,8 @@
 
 The same mathematics as in `blockwise`, written for speed. Blocks are worked on in turn, some rows
 of queries at a time, so that their scores stay near the processor; products are written to where
-they are needed; the future half of a block is left out; tokens that leave the window are added to
-a running sum per code. For the gradient the weights are kept, and nothing else of their size.
+they are needed; the future half of a block is left out; the blocks that leave the window are merged
+into running means per code. For the gradient the weights are kept, and nothing else of their size.
 
 With c_n tokens per code before block n and their means M_n = sum_n / c_n, the gradient of the sum
 is U_n = U_{n+1} + dM_n / c_n from the last block to the first, and a token that leaves with block
@@ -12,13 +12,14 @@ n gets that of its code, U_{n+1}.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from transformer_vq.ops.cache import CacheStats, accumulation_dtype
+from transformer_vq.ops.cache import CacheStats, accumulation_dtype, block_stats, merge
 from transformer_vq.ops.precision import full_precision
 from transformer_vq.ops.ragged import Leaving, Sight
 from transformer_vq.ops.state import AttentionState
@@ -42,7 +43,7 @@ def attend_blocks(
     Shapes as in `vq_attention`; `leaving` and `sight` say what padding and documents change.
     """
     b, h, _, seq_len, _ = q.shape
-    window_len, n_code, exact = state.k.shape[-2], codebook.shape[-2], accumulation_dtype(v.dtype)
+    window_len = state.k.shape[-2]
     n_blocks = max(1, seq_len // window_len)
     by_block = (n_blocks, seq_len // n_blocks)
     assert state.z is not None
@@ -51,25 +52,24 @@ def attend_blocks(
         """[b, ...] -> [b * h, ...]"""
         return x.repeat_interleave(h, dim=0)
 
-    mean, count = None, q.new_zeros(b * h, 0, dtype=exact)
+    mean, count = None, q.new_zeros(b * h, 0, dtype=torch.int64)
     counted = torch.cat([state.window_valid, state.window_valid.new_ones(b, seq_len)], dim=-1)
     counted = counted[:, :seq_len].unflatten(-1, by_block)
     if state.cache is not None:
         mean, count = (x.flatten(0, 1) for x in (state.cache.mean, state.cache.count))
         codebook = codebook.to(v.dtype).expand(b, *codebook.shape).flatten(0, 1)
     codes = torch.cat([state.z, z], dim=-1)[..., :seq_len].flatten(0, 1)
-    first_row = n_code * torch.arange(b * h, device=z.device).unsqueeze(-1)
     blocks = Blocks(
         n_blocks=n_blocks,
-        n_empty=2 if state.fresh else 0,
+        n_empty=2 if _is_known_empty(state) else 0,
         grad_through_cache=grad_through_cache and mean is not None,
         keep=torch.is_grad_enabled(),
         codebook=codebook,
         count=count,
-        rows=(codes + first_row).unflatten(-1, by_block),
+        codes=codes.unflatten(-1, by_block),
         window_valid=per_head(state.window_valid),
-        counted=per_head(counted if leaving is None else leaving.counted).to(exact),
-        carry=None if leaving is None else per_head(leaving.carry).to(exact),
+        counted=per_head(counted if leaving is None else leaving.counted),
+        carry=None if leaving is None else per_head(leaving.carry).to(torch.int64),
         hidden_local=None if sight is None else per_head(~sight.local),
         hidden_cache=None if sight is None else per_head(~sight.cache),
     )
@@ -110,7 +110,8 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.blocks = blocks
         out = v.new_empty(*q.shape[:3], v.shape[-1])
-        count, sums = blocks.count, None if mean is None else mean * blocks.count.unsqueeze(-1)
+        cache = None if mean is None else CacheStats(mean, blocks.count)
+        count = blocks.count
         weights: list[Tensor] = []
         means: list[Tensor] = []
         counts = [count]
@@ -118,8 +119,8 @@ class _Attention(torch.autograd.Function):
             for n in range(blocks.n_blocks):
                 k_local, v_local = _local(k_window, k, n), _local(v_window, v, n)
                 n_code, first = blocks.n_code(n), blocks.first_key(n, k_window.shape[1])
-                if sums is not None and n_code > 0:
-                    means.append((sums * _per_token(count)).to(v.dtype))
+                if cache is not None and n_code > 0:
+                    means.append(cache.mean.to(v.dtype))
                 for tile in tiles(q, k_window, n):
                     w = tile_weights(tile, q, k_local, by_distance, count, blocks).to(v.dtype)
                     o = out[:, :, tile.queries].flatten(1, 2)  # of one group: the place itself
@@ -130,15 +131,16 @@ class _Attention(torch.autograd.Function):
                         out[:, :, tile.queries] = o.unflatten(1, (tile.n_group, -1))
                     if blocks.keep:
                         weights.append(w)
-                if sums is not None:
-                    count = _absorb_(sums, count, _leaving(v_window, v, blocks, n), blocks, n)
+                if cache is not None:
+                    cache = merge(cache, _leaving(v_window, v, blocks, n))
+                    count = cache.count
                     counts.append(count)
         if blocks.keep:
             ctx.counts, ctx.n_tiles = counts, len(weights)
             ctx.save_for_backward(q, k, v, k_window, v_window, *weights, *means)
         ctx.mark_non_differentiable(count)
         ctx.by_distance_shape = by_distance.shape
-        return out, None if sums is None else sums * _per_token(count), count
+        return out, None if cache is None else cache.mean, count
 
     @staticmethod
     @once_differentiable
@@ -148,7 +150,7 @@ class _Attention(torch.autograd.Function):
         blocks: Blocks = ctx.blocks
         q, k, v, k_window, v_window, *rest = ctx.saved_tensors
         weights, means = rest[: ctx.n_tiles], rest[ctx.n_tiles :]
-        window_len, exact = k_window.shape[1], blocks.counted.dtype
+        window_len, exact = k_window.shape[1], accumulation_dtype(v.dtype)
         d_q = torch.empty_like(q)
         d_by_distance = q.new_empty(ctx.by_distance_shape)
         # Of the window and then the segment: a block's gradient is a stretch of it.
@@ -159,7 +161,7 @@ class _Attention(torch.autograd.Function):
         if blocks.grad_through_cache:
             u = v.new_zeros(*blocks.count.shape, v.shape[-1], dtype=exact)
             if d_mean is not None:
-                u += d_mean * _per_token(ctx.counts[-1])
+                u += d_mean * _per_token(ctx.counts[-1], exact)
         with full_precision(q.device):
             for n in reversed(range(blocks.n_blocks)):
                 k_local, v_local = _local(k_window, k, n), _local(v_window, v, n)
@@ -167,11 +169,11 @@ class _Attention(torch.autograd.Function):
                 first = blocks.first_key(n, window_len)
                 cached = means.pop() if n_code > 0 else None
                 d_cached, d_window = None, d_v[:, start : start + window_len]
-                if u is None or blocks.rows.shape[-1] < window_len:
+                if u is None or blocks.codes.shape[-1] < window_len:
                     d_window.zero_()
                 if u is not None:
-                    d_leaving = d_window[:, : blocks.rows.shape[-1]]
-                    d_leaving.copy_(u.flatten(0, 1)[blocks.rows[:, n]])
+                    d_leaving = d_window[:, : blocks.codes.shape[-1]]
+                    d_leaving.copy_(u.flatten(0, 1)[blocks.rows(n)])
                     if blocks.some_left_out(n):
                         d_leaving *= blocks.counted[:, n].unsqueeze(-1)
                     if blocks.carry is not None:
@@ -200,9 +202,9 @@ class _Attention(torch.autograd.Function):
                     d_q[:, :, tile.queries] = d_q_tile.view_as(d_q[:, :, tile.queries])
                     d_by_distance[:, :, tile.queries] = tile.by_distance(d_s, n_code)
                 if u is not None and d_cached is not None:
-                    u.addcmul_(d_cached, _per_token(ctx.counts[n]))
+                    u.addcmul_(d_cached, _per_token(ctx.counts[n], exact))
         d_k, d_v = d_k.to(k.dtype), d_v.to(v.dtype)
-        d_initial = None if u is None else u * blocks.count.unsqueeze(-1)
+        d_initial = None if u is None else u * blocks.count.to(exact).unsqueeze(-1)
         return (
             d_q,
             d_k[:, window_len:],
@@ -229,31 +231,31 @@ def _local(window: Tensor, segment: Tensor, block: int) -> Tensor:
     return segment[:, (block - 1) * window_len : (block + 1) * window_len]
 
 
-def _leaving(v_window: Tensor, v: Tensor, blocks: Blocks, block: int) -> Tensor:
-    """Values of the tokens that leave the window with a block: [B, i, v]."""
-    n, window_len = blocks.rows.shape[-1], v_window.shape[1]
-    if block == 0:
-        return v_window[:, :n]
-    return v[:, (block - 1) * window_len : (block - 1) * window_len + n]
+def _leaving(v_window: Tensor, v: Tensor, blocks: Blocks, block: int) -> CacheStats:
+    """Statistics of the tokens that are evicted from the window with a block."""
+    n, window_len = blocks.codes.shape[-1], v_window.shape[1]
+    start = (block - 1) * window_len
+    values = v_window[:, :n] if block == 0 else v[:, start : start + n]
+    counted = blocks.counted[:, block] if blocks.some_left_out(block) else None
+    stats = block_stats(blocks.codes[:, block], values, blocks.count.shape[-1], counted)
+    return stats if blocks.carry is None else replace(stats, carry=blocks.carry[:, block])
 
 
-def _absorb_(sums: Tensor, count: Tensor, v: Tensor, blocks: Blocks, block: int) -> Tensor:
-    """Add the tokens that leave with a block to the sums, in place; the count after that."""
-    if blocks.carry is not None:
-        carry = blocks.carry[:, block].unsqueeze(-1)
-        sums *= carry.unsqueeze(-1)
-        count = count * carry
-    rows, counted = blocks.rows[:, block].flatten(), blocks.counted[:, block]
-    v = v.to(sums.dtype)
-    if blocks.some_left_out(block):
-        v = v * counted.unsqueeze(-1)
-    sums.view(-1, sums.shape[-1]).index_add_(0, rows, v.flatten(0, 1))
-    return count.flatten().index_add(0, rows, counted.flatten()).view_as(count)
+def _is_known_empty(state: AttentionState) -> bool:
+    """Return whether window and cache of all rows are empty, where looking costs nothing.
+
+    The values decide, so a state that was assembled by hand cannot be mistaken for an empty one.
+    On a GPU looking would stall the host, and attending to empty slots gives the same result.
+    """
+    if state.position.device.type != "cpu":
+        return False
+    cached = state.cache is not None and bool(state.cache.count.any())
+    return not cached and not state.position.any()
 
 
-def _per_token(count: Tensor) -> Tensor:
+def _per_token(count: Tensor, dtype: torch.dtype) -> Tensor:
     """One over the tokens of a code; anything for a code that has none. [B, s] -> [B, s, 1]."""
-    return count.clamp(min=1).reciprocal().unsqueeze(-1)
+    return count.clamp(min=1).to(dtype).reciprocal().unsqueeze(-1)
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:

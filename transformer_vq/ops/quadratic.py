@@ -30,6 +30,7 @@ def attention_weights(
         weights = phi(scores)
         return weights if multiplicity is None else weights * multiplicity.unsqueeze(-2)
     if multiplicity is not None:
+        multiplicity = multiplicity.to(scores.dtype)
         bias = torch.where(multiplicity > 0, multiplicity.clamp(min=1).log(), -torch.inf)
         scores = scores + bias.unsqueeze(-2)
     return scores.softmax(dim=-1)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_vq.ops.cache import CacheStats, merge
+from transformer_vq.ops.cache import CacheStats, fraction, merge
 
 REDUCTIONS = ("serial", "matmul", "associative")
 
@@ -67,7 +67,7 @@ def _matmul(chain: CacheStats) -> CacheStats:
         reaches = (reaches * same).unsqueeze(-3)
     tokens = chain.count.transpose(-1, -2).unsqueeze(-2) * reaches  # [..., s, r, g]
     count = tokens.sum(-1)
-    share = tokens / count.clamp(min=1).unsqueeze(-1)
+    share = fraction(tokens, count.unsqueeze(-1), chain.mean.dtype)
     mean = torch.einsum("...srg,...gsv->...rsv", share, chain.mean)
     return CacheStats(mean, count.transpose(-1, -2))
 

@@ -64,8 +64,6 @@ class AttentionState(RowState):
     """Id of the document in which each row stands, [b]; None if no ids were ever given."""
     sinusoid_mask: Tensor | None = field(default=None, metadata={"shared_by_rows": True})
     """Dropout on the sinusoids, [d, d_model]: drawn once and kept for the whole sequence."""
-    fresh: bool = False
-    """No row has seen a token, which is known without looking: there is no cache to attend to."""
 
     @classmethod
     def empty(
@@ -92,7 +90,6 @@ class AttentionState(RowState):
             cache=CacheStats.empty(*lead, n_code, d_v, dtype=dtype, device=device)
             if n_code is not None and compressive_cache
             else None,
-            fresh=True,
         )
 
     @property
@@ -109,7 +106,7 @@ def _map(fn: Callable[[Tensor], Tensor], tree: Any, only_rows: bool = False) -> 
         return fn(tree)
     if isinstance(tree, tuple):
         return tuple(_map(fn, item, only_rows) for item in tree)
-    if tree is None or isinstance(tree, bool):
+    if tree is None:
         return tree
     chosen = [f.name for f in fields(tree) if not (only_rows and f.metadata.get("shared_by_rows"))]
     return replace(tree, **{name: _map(fn, getattr(tree, name), only_rows) for name in chosen})

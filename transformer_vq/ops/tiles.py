@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from transformer_vq.ops.cache import accumulation_dtype
+
 ROWS = 256  # queries of a tile on a processor: their scores stay in its cache
 
 
@@ -14,9 +16,9 @@ ROWS = 256  # queries of a tile on a processor: their scores stay in its cache
 class Blocks:
     """What has no gradient. B stands for b * h, n for blocks, i for the queries of a block.
 
-    codebook: [B, s, k], count: [B, s] (s = 0 without a cache), rows: [B, n, i] of all codes' sums
-    that the tokens leaving with a block belong to, counted: [B, n, i] 0 for those that do not
-    count, window_valid: [B, L], and for documents carry: [B, n] 0 where the cache begins anew,
+    codebook: [B, s, k], count: [B, s] (s = 0 without a cache), codes: [B, n, i] of the tokens that
+    are evicted with a block, counted: [B, n, i] False for those that do not count, window_valid:
+    [B, L], and for documents carry: [B, n] 0 where the cache begins anew,
     hidden_local: [B, n, i, L + i] and hidden_cache: [B, n, i] what a query may not see.
     """
 
@@ -28,7 +30,7 @@ class Blocks:
     keep: bool
     codebook: Tensor
     count: Tensor
-    rows: Tensor
+    codes: Tensor
     window_valid: Tensor
     counted: Tensor
     carry: Tensor | None
@@ -42,6 +44,12 @@ class Blocks:
     def first_key(self, block: int, window_len: int) -> int:
         """The first of the keys before and in a block that can be seen at all."""
         return window_len if block == 0 and self.n_empty > 0 else 0
+
+    def rows(self, block: int) -> Tensor:
+        """Rows of the flattened cache, [B * s, ...], of the tokens evicted with a block: [B, i]."""
+        n_heads, n_code = self.count.shape
+        first = n_code * torch.arange(n_heads, device=self.codes.device).unsqueeze(-1)
+        return self.codes[:, block] + first
 
     def some_left_out(self, block: int) -> bool:
         """Whether tokens that leave with a block may not count: empty slots, other documents."""
@@ -116,14 +124,15 @@ def tile_weights(
     product(q, k_local[:, first_key : tile.n_local].mT, out=local)
     if n_code > 0:
         product(q, blocks.codebook.mT, out=scores[..., :n_code])
-    scores = scores.to(count.dtype)
+    scores = scores.to(accumulation_dtype(scores.dtype))
     tile.by_distance(scores, n_code).add_(by_distance[:, :, tile.queries])
 
     by_query = scores.view(q.shape[0], tile.n_group, tile.n_rows, -1)
     future = torch.ones(tile.n_rows, tile.n_rows, dtype=torch.bool, device=q.device).triu(1)
     by_query[..., -tile.n_rows :].masked_fill_(future, -torch.inf)
     if n_code > 0:
-        scores[..., :n_code] += torch.where(count > 0, count.log(), -torch.inf).unsqueeze(1)
+        log_count = count.clamp(min=1).to(scores.dtype).log()
+        scores[..., :n_code] += torch.where(count > 0, log_count, -torch.inf).unsqueeze(1)
     if count.shape[-1] == 0:  # without a cache nothing is seen beyond distance L
         far = torch.ones(tile.n_rows, window_len, dtype=torch.bool, device=q.device)
         by_query[..., :window_len].masked_fill_(far.tril(tile.first - 1), -torch.inf)

@@ -53,7 +53,6 @@ class Exchange:
             k=torch.where(is_first, state.k.to(k_in.dtype), k_in),
             v=torch.where(is_first, state.v.to(v_in.dtype), v_in),
             z=torch.where(is_first, state.z, z_in),
-            fresh=state.fresh and self.rank == 0,
         )
         if state.cache is None:
             return state
@@ -98,13 +97,11 @@ class Exchange:
         return below
 
     def _shift_stats(self, stats: CacheStats, distance: int) -> CacheStats:
-        """Means, counts and carry in one message. What comes from nowhere is all zeros: empty."""
+        """Means in one message, integers in another. Ranks below the first send zeros: empty."""
         assert stats.carry is not None
-        count = stats.count.unsqueeze(-1)
-        carry = stats.carry[..., None, None].expand_as(count)
-        packed = self._shift(torch.cat([stats.mean, count, carry], dim=-1), distance)
-        fixed = packed.detach()  # counts have no gradient
-        return CacheStats(packed[..., :-2], fixed[..., -2], fixed[..., :1, -1].squeeze(-1))
+        carry = stats.carry.unsqueeze(-1).expand(*stats.count.shape[:-1], 1)
+        integers = self.send(torch.cat([stats.count, carry], dim=-1), distance)
+        return CacheStats(self._shift(stats.mean, distance), integers[..., :-1], integers[..., -1])
 
     def _shift(self, x: Tensor, distance: int) -> Tensor:
         received: Tensor = _Shift.apply(x, distance, self)

@@ -175,11 +175,14 @@ from transformer_vq.hf import CodebookCallback, TransformerVQForCausalLM
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 torch.manual_seed(0)
-core = TransformerVQ(tiny_config(revive_below=0.01))
+config = tiny_config(codebook_init="keys", revive_below=0.1)
+core = TransformerVQ(config)
 model = TransformerVQForCausalLM.from_core(core).train()
-torch.manual_seed(rank)  # candidates for dead codes differ
-tokens = torch.arange(40).view(4, 10) % 17
-model(tokens[2 * rank : 2 * rank + 2])
+torch.manual_seed(rank)  # nothing may depend on it
+tokens = torch.randint(17, (8, 10), generator=torch.Generator().manual_seed(0))
+for part in range(2):  # rows are dealt out part after part, rank after rank
+    first = 4 * part + 2 * rank
+    model(tokens[first : first + 2])
 CodebookCallback().on_optimizer_step(None, None, None, model=model)
 codebooks = {name: x for name, x in core.named_buffers()}
 found = [None, None]
@@ -187,8 +190,11 @@ dist.all_gather_object(found, codebooks)
 assert all(torch.equal(found[0][name], found[1][name]) for name in codebooks)
 
 torch.manual_seed(0)
-alone = TransformerVQ(tiny_config(revive_below=0.01))
-alone.update_codebooks(alone(tokens).code_usage)
+alone = TransformerVQ(config)
+one = TransformerVQForCausalLM.from_core(alone).train()
+dist.destroy_process_group()
+one(tokens)
+one.update_codebooks()
 for name, want in alone.named_buffers():
     torch.testing.assert_close(codebooks[name], want)
 """

@@ -4,9 +4,74 @@ import ctypes
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
-from transformer_vq.nn.device import evaluating, has_fast_bf16, keep_freed_memory
+from transformer_vq.errors import UserError
+from transformer_vq.nn.device import evaluating, find_device, has_fast_bf16, keep_freed_memory
+
+
+def pretend_gpus(monkeypatch, n):
+    gpu = torch.device("cuda") if n else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: gpu)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: n)
+
+
+def test_find_device_takes_a_gpu_if_there_is_one(monkeypatch):
+    pretend_gpus(monkeypatch, 0)
+    assert find_device() == find_device("cpu") == find_device("cpu:0") == torch.device("cpu")
+    pretend_gpus(monkeypatch, 2)
+    assert find_device() == torch.device("cuda")
+    assert find_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch, "empty", lambda *shape, device: None)
+    assert find_device("cuda:1") == torch.device("cuda:1")
+    assert find_device("cuda") == torch.device("cuda")
+
+
+@pytest.mark.parametrize("n_gpus", [0, 2])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "",
+            "meta",
+            "cpu:5",
+            "cpu:-1",
+            "cuda:2",
+            "cuda:99",
+            "cuda:-1",
+            "cuda:" + "9" * 30,
+            "cuda:",
+        ),
+        *("CPU", " cpu", "cpu\0", "cp\nu", "\ud800", "xla", "mkldnn", "privateuseone", "tpu", "0"),
+    ],
+)
+def test_find_device_rejects_what_cannot_train(monkeypatch, n_gpus, name):
+    pretend_gpus(monkeypatch, n_gpus)
+    with pytest.raises(UserError) as raised:
+        find_device(name)
+    message = str(raised.value)
+    assert message.splitlines() == [message]
+    assert repr(name) in message
+    assert "cpu" in message.split(";")[1]
+    assert ("cuda:1" in message.split(";")[1]) == (n_gpus == 2)
+
+
+@given(st.text().filter(lambda name: name not in ("auto", "cpu", "cpu:0", "cuda", "cuda:0", "mps")))
+def test_find_device_rejects_any_other_text(name):
+    with pytest.raises(UserError):
+        find_device(name)
+
+
+def test_find_device_gives_the_reason_if_a_gpu_does_not_work(monkeypatch):
+    def fail(*shape, device):
+        raise RuntimeError("no driver\nsecond line")
+
+    pretend_gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(UserError, match=r"^device 'cuda' .*\(no driver\); use cpu$"):
+        find_device("cuda")
 
 
 @pytest.mark.parametrize("training", [True, False])

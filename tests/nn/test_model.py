@@ -184,7 +184,8 @@ def test_a_bfloat16_model_runs_with_float32_codebooks_and_logits():
     assert output.logits.dtype == torch.float32
     assert model.branches[0].quantizer.c_sum.dtype == torch.float32
     assert output.state.layers[0].v.dtype == torch.bfloat16
-    assert output.state.layers[0].cache.count.dtype == torch.float32
+    assert output.state.layers[0].cache.mean.dtype == torch.float32
+    assert output.state.layers[0].cache.count.dtype == torch.int64
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,18 @@
 """The quantizer against plain loops, and the rules of its codebook."""
 
 import math
+from functools import reduce
+from itertools import pairwise
+from operator import add
 
 import pytest
 import torch
 from helpers import assert_close
+from hypothesis import given
+from hypothesis import strategies as st
 
 from transformer_vq import CodeUsage, VectorQuantizer
+from transformer_vq.nn.quantizer import token_priority
 
 B, H, T, K, S = 2, 3, 11, 4, 6
 
@@ -153,6 +159,53 @@ def test_candidates_come_from_the_part_that_has_tokens():
     something = quantizer(k).usage
     for usage in (nothing + something, something + nothing):
         assert torch.equal(usage.candidates, something.candidates)
+
+
+@given(n_parts=st.integers(1, 5), seed=st.integers(0, 99), padding=st.booleans())
+def test_candidates_do_not_depend_on_how_a_batch_is_divided(n_parts, seed, padding):
+    generator = torch.Generator().manual_seed(seed)
+    quantizer, k = quantizer_and_keys(codebook_init="keys")
+    priority = torch.randint(2**62, (B, T), generator=generator)
+    valid = torch.rand(B, T, generator=generator) < 0.4 if padding else torch.ones(B, T).bool()
+    whole = quantizer(k, valid, priority).usage
+    cuts = sorted(torch.randint(T + 1, (n_parts - 1,), generator=generator).tolist())
+    usages = [
+        quantizer(k[row : row + 1, :, a:b], valid[row : row + 1, a:b], priority[row, a:b]).usage
+        for row in range(B)
+        for a, b in pairwise([0, *cuts, T])
+        if a < b
+    ]
+    order = torch.randperm(len(usages), generator=generator).tolist()
+    merged = reduce(add, [usages[i] for i in order])
+    n_keys = int(valid.sum())
+    assert torch.equal(merged.priority, whole.priority)
+    assert torch.equal(merged.candidates[:, :n_keys], whole.candidates[:, :n_keys])
+    others = [VectorQuantizer(S, K, H, codebook_init="keys").double() for _ in range(2)]
+    others[1].load_state_dict(others[0].state_dict())
+    for other, usage in zip(others, (whole, merged), strict=True):
+        other.update(usage)
+    assert_close("codebook", others[1].codebook, others[0].codebook)
+
+
+def test_evaluation_draws_no_random_number_and_offers_no_candidates():
+    quantizer, k = quantizer_and_keys(codebook_init="keys", revive_below=0.1)
+    before = torch.get_rng_state()
+    assert quantizer.eval()(k).usage.candidates is None
+    assert quantizer.train()(k).usage.candidates is not None
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_priority_of_a_token_depends_on_its_row_and_place_alone():
+    whole = token_priority(6, 9)
+    assert len(whole.unique()) == whole.numel()
+    assert torch.equal(token_priority(2, 9, first_row=4), whole[4:])
+    left_padded = torch.arange(12) >= 3
+    padded = token_priority(6, 12, left_padded.expand(6, 12))
+    assert torch.equal(padded[:, 3:], whole)
+    large = token_priority(64, 2048).double() / 2**62
+    assert float(large.mean()) == pytest.approx(0.5, abs=0.01)
+    rows = large.mean(1)
+    assert float(rows.std()) == pytest.approx(12**-0.5 / 2048**0.5, rel=0.3)
 
 
 def test_unused_codes_are_revived_with_sum_and_count_together():

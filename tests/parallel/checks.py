@@ -209,10 +209,12 @@ def check_what_crosses_does_not_depend_on_the_length(folder):
         update(many, windows(config, 1)[0], 0)
         exchange = many.model.branches[1].exchange
         sent.append(exchange.sent)
-    # Window of 4 tokens with keys of 8, values of 32 and codes; 7 codes with mean, count, carry.
-    window, stats, rank = 4 * (8 + 32) * 4, 7 * (32 + 2) * 4, exchange.rank
+    # Window of 4 tokens with keys of 8, values of 32 and codes; means of 7 codes, and up the ranks
+    # also their counts and the carry.
+    window, means, rank = 4 * (8 + 32) * 4, 7 * 32 * 4, exchange.rank
+    stats = means + (7 + 1) * 8
     up = [window + 4 * 8, stats, stats, *([stats] if rank < 2 else [])] if rank < 3 else []
-    down = [window, stats, stats, *([stats] if rank > 1 else [])] if rank > 0 else []
+    down = [window, means, means, *([means] if rank > 1 else [])] if rank > 0 else []
     assert sent == [sum(up) + sum(down)] * 2, (sent, up, down)
 
 
@@ -241,17 +243,34 @@ def check_dropout_agrees_where_it_must(folder):
     assert len({tuple(x.tolist()) for x in streams}) == 4
 
 
+REVIVING = {"codebook_init": "keys", "revive_below": 0.1}
+
+
 @for_worlds(2)
-def check_revived_codes_are_the_same_everywhere(folder):
-    config = run_config({"codebook_init": "keys", "revive_below": 0.5})
-    many = trainer(config, ParallelConfig(dp=2))
-    for step, batch in enumerate(windows(config, 3)):
-        update(many, batch, step)
-    codebooks = torch.cat([b.double().flatten() for b in many.model.buffers()])
-    both = [torch.empty_like(codebooks) for _ in range(2)]
-    dist.all_gather(both, codebooks)
-    assert torch.equal(*both)
-    assert codebooks.isfinite().all()
+def check_codes_from_keys_are_those_of_one_process(folder):
+    for layout in (ParallelConfig(dp=2), ParallelConfig(cp=2), ParallelConfig(fsdp=2)):
+        same_as_one_process(run_config(REVIVING, accumulate=2), layout, documents=True)
+    same_as_one_process(run_config(REVIVING), ParallelConfig(dp=2), padding=True)
+    heads = {"head_type": "mha", **REVIVING}
+    same_as_one_process(run_config(heads), ParallelConfig(tp=2))
+
+
+@for_worlds(4)
+def check_codes_from_keys_are_those_of_one_process_over_four(folder):
+    for layout in (ParallelConfig(dp=4), ParallelConfig(dp=2, cp=2), ParallelConfig(cp=4)):
+        same_as_one_process(run_config(REVIVING), layout)
+
+
+@for_worlds(2)
+def check_rows_without_tokens_give_no_codes(folder):
+    """One process has nothing but padding: codes come from the keys of the other."""
+    config = run_config(REVIVING, batch_size=2)
+    (batch,) = windows(config, 1)
+    empty = torch.tensor([[False], [True]]).expand_as(batch.tokens)
+    one, many = trainer(config), trainer(config, ParallelConfig(dp=2))
+    for trained in (one, many):
+        update(trained, replace(batch, valid=empty), 0)
+    assert_same(one, many)
 
 
 @for_worlds(2)

@@ -30,6 +30,8 @@ class Batch:
     """How many tokens of its context stand before each token, [b, w]."""
     valid: Tensor | None = None
     document_ids: Tensor | None = None
+    key_priority: Tensor | None = None
+    """Random numbers, [b, w] of int64: the keys of the lowest may become codes."""
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
         """`fn` applied to every tensor: a choice of rows, a move to another device."""

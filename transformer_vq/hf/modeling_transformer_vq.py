@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -19,7 +20,8 @@ from transformer_vq.generate import SEGMENT
 from transformer_vq.hf.cache import TransformerVQCache
 from transformer_vq.hf.configuration_transformer_vq import TransformerVQConfig
 from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
-from transformer_vq.nn.quantizer import CodeUsage
+from transformer_vq.nn.quantizer import CodeUsage, token_priority
+from transformer_vq.parallel.data_parallel import default_group
 
 _REFUSED = {
     "inputs_embeds": "the model reads tokens: give input_ids",
@@ -56,6 +58,7 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = TransformerVQ(config.to_model_config())
         self.gradient_checkpointing = False
+        self._n_parts = 0
         self.code_usage: tuple[CodeUsage, ...] | None = None
         """Of all training passes since the last `update_codebooks`; None if there were none."""
         self.post_init()
@@ -100,7 +103,8 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
         if in_pieces and input_ids.shape[1] > SEGMENT:
             output = self._read(input_ids, state, valid, document_ids, n_last)
         else:
-            output = self.model(input_ids, state, valid, document_ids)
+            priority = self._key_priority(input_ids, valid)
+            output = self.model(input_ids, state, valid, document_ids, priority)
         if self.training and torch.is_grad_enabled():
             self._note(output.code_usage)
         if cache is not None:
@@ -158,7 +162,21 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
             commit_loss = commit_loss * n_targets / kwargs["num_items_in_batch"]
         return loss + self.config.commit_coef * commit_loss
 
+    def _key_priority(self, tokens: Tensor, valid: Tensor | None) -> Tensor | None:
+        """Which keys may become codes: the same for a batch in one process, in parts, or in many.
+
+        Rows are numbered as a `Trainer` deals them out: part after part, rank after rank.
+        """
+        if not (self.training and self.model.uses_candidates):
+            return None
+        group = default_group()
+        rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        n_rows, seq_len = tokens.shape
+        first_row = (self._n_parts * size + rank) * n_rows
+        return token_priority(n_rows, seq_len, valid, tokens.device, first_row)
+
     def _note(self, usages: tuple[CodeUsage, ...]) -> None:
+        self._n_parts += 1
         if self.code_usage is not None:
             usages = tuple(a + b for a, b in zip(self.code_usage, usages, strict=True))
         self.code_usage = usages
@@ -167,7 +185,11 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
         """Move the codebooks by what the training passes since the last call say about them."""
         if self.code_usage is not None:
             self.model.update_codebooks(self.code_usage)
-        self.code_usage = None
+        self.drop_code_usage()
+
+    def drop_code_usage(self) -> None:
+        """Forget the training passes since the last `update_codebooks`."""
+        self.code_usage, self._n_parts = None, 0
 
     @classmethod
     def from_pretrained(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
 from transformers import TrainerCallback
 
 from transformer_vq.hf.modeling_transformer_vq import TransformerVQForCausalLM
-from transformer_vq.nn.quantizer import CodeUsage
+from transformer_vq.parallel.data_parallel import default_group, total_usage
 
 
 class CodebookCallback(TrainerCallback):
@@ -25,25 +23,7 @@ class CodebookCallback(TrainerCallback):
             if not isinstance(module, TransformerVQForCausalLM):
                 continue
             if skipped or module.code_usage is None:
-                module.code_usage = None
+                module.drop_code_usage()
             else:
-                module.code_usage = tuple(_of_all_processes(usage) for usage in module.code_usage)
+                module.code_usage = total_usage(module.code_usage, default_group())
                 module.update_codebooks()
-
-
-def _of_all_processes(usage: CodeUsage) -> CodeUsage:
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return usage
-
-    def total(x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    candidates = usage.candidates
-    if candidates is not None:
-        candidates = candidates.contiguous()
-        dist.broadcast(candidates, src=0)
-    return CodeUsage(
-        total(usage.sum), total(usage.count), total(usage.error), total(usage.energy), candidates
-    )

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformer_vq.config import CodebookInit, HeadType, ModelConfig, Reduction
 from transformer_vq.nn.heads import AttentionOutput, Heads
 from transformer_vq.nn.layers import draw_keep, rms_norm, run
-from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
+from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer, token_priority
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.position import causal_bias
 from transformer_vq.ops.quadratic import quadratic_attention
@@ -119,17 +119,28 @@ class VQAttention(Heads):
         return self.block_len
 
     def _attend(
-        self, x: Tensor, state: AttentionState, sinusoids: Tensor, layout: Layout | None
+        self,
+        x: Tensor,
+        state: AttentionState,
+        sinusoids: Tensor,
+        layout: Layout | None,
+        key_priority: Tensor | None,
     ) -> AttentionOutput:
         state = self._with_mask(state)
         outputs: list[AttentionOutput] = []
         layouts: list[Layout | None] = []
         start = 0
+        if key_priority is None and self.training and self.quantizer.uses_candidates:
+            valid = None if layout is None else layout.valid
+            key_priority = token_priority(x.shape[0], x.shape[1], valid, x.device)
         segment_len = self._segment_len(*x.shape[:2])
         for segment in (x,) if segment_len >= x.shape[1] else x.split(segment_len, dim=1):
             stop = start + segment.shape[1]
             part = None if layout is None else layout.part(start, stop)
-            output = run(self._segment, segment, state, sinusoids, part, recompute=self.recompute)
+            priority = None if key_priority is None else key_priority[:, start:stop]
+            output = run(
+                self._segment, segment, state, sinusoids, part, priority, recompute=self.recompute
+            )
             outputs.append(output)
             layouts.append(part)
             state, start = output.state, stop
@@ -150,12 +161,17 @@ class VQAttention(Heads):
         return max(1, AUTO_SCORES // (n_scores * self.block_len)) * self.block_len
 
     def _segment(
-        self, x: Tensor, state: AttentionState, sinusoids: Tensor, layout: Layout | None
+        self,
+        x: Tensor,
+        state: AttentionState,
+        sinusoids: Tensor,
+        layout: Layout | None,
+        key_priority: Tensor | None,
     ) -> AttentionOutput:
         x_tilde = rms_norm(x)
         q_content, q_position = self._queries(x_tilde)
         k, v = self._keys_and_values(x_tilde)
-        quantized = self.quantizer(k, None if layout is None else layout.valid)
+        quantized = self.quantizer(k, None if layout is None else layout.valid, key_priority)
         if self.exchange is not None and self._shares_sequences():
             state = self.exchange(quantized.k_hat, quantized.z, v, state, layout)
         wv, state = vq_attention(
@@ -222,7 +238,12 @@ class FullAttention(Heads):
         return state.k.shape[-2] + seq_len - 1
 
     def _attend(
-        self, x: Tensor, state: AttentionState, sinusoids: Tensor, layout: Layout | None
+        self,
+        x: Tensor,
+        state: AttentionState,
+        sinusoids: Tensor,
+        layout: Layout | None,
+        key_priority: Tensor | None,
     ) -> AttentionOutput:
         """The state grows by as many keys and values as there are tokens."""
         return run(self._forward, x, state, sinusoids, layout, recompute=self.recompute)

@@ -10,18 +10,31 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import nn
 
+from transformer_vq.errors import UserError
+
 
 def find_device(name: str = "auto") -> torch.device:
-    """The device of that name; `auto` is a GPU if there is one. Raises ValueError without it."""
+    """Return the device of that name; `auto` is a GPU if there is one.
+
+    Raises UserError unless models can be trained and evaluated on it, on this machine.
+    """
+    if name in ("cpu", "cpu:0"):
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
         return accelerator or torch.device("cpu")
+    choices = ["auto", "cpu"]
+    if accelerator is not None:
+        n_devices = torch.accelerator.device_count()
+        choices += [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(n_devices))]
+    if name not in choices:
+        raise UserError(f"device {name!r} is not available; use {' or '.join(choices)}")
+    device = torch.device(name)
     try:
-        device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"device {name!r} cannot be used ({why}); try cpu or auto") from error
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"device {name!r} does not work ({reason}); use cpu") from error
     return device
 
 

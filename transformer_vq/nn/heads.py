@@ -137,28 +137,37 @@ class Heads(nn.Module):
         *,
         layout: Layout | None = None,
         sinusoids: Tensor | None = None,
+        key_priority: Tensor | None = None,
     ) -> AttentionOutput:
         """x: [b, t, d_model] of any length t from 1 up; `state` as returned for what came before.
 
         valid: [b, t], False for padding, which may stand anywhere and counts for nothing; its
         output is zero. document_ids: [b, t], tokens attend within their document only.
-        layout, sinusoids: what a model has worked out once for all its layers; then x is in the
-        order of `Layout.gather`.
+        key_priority: [b, t] of int64, which keys may become codes; see `VectorQuantizer.forward`.
+        layout, sinusoids: what a model has worked out once for all its layers; then x and
+        key_priority are in the order of `Layout.gather`.
         """
         self._check(x, state)
         state = self.init_state(x.shape[0]) if state is None else state
         if sinusoids is None:
             sinusoids = self.sinusoids(state, x.shape[1])
         if layout is not None:
-            return self._attend(x, state, sinusoids, layout)
+            return self._attend(x, state, sinusoids, layout, key_priority)
         layout = read_layout(state, x.shape[1], valid, document_ids)
         if layout is None:
-            return self._attend(x, state, sinusoids, None)
-        output = self._attend(layout.gather(x), state, sinusoids, layout)
+            return self._attend(x, state, sinusoids, None, key_priority)
+        if key_priority is not None:
+            key_priority = layout.gather(key_priority)
+        output = self._attend(layout.gather(x), state, sinusoids, layout, key_priority)
         return replace(output, y=layout.scatter(output.y))
 
     def _attend(
-        self, x: Tensor, state: AttentionState, sinusoids: Tensor, layout: Layout | None
+        self,
+        x: Tensor,
+        state: AttentionState,
+        sinusoids: Tensor,
+        layout: Layout | None,
+        key_priority: Tensor | None,
     ) -> AttentionOutput:
         raise NotImplementedError
 

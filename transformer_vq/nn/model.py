@@ -86,6 +86,12 @@ class TransformerVQ(nn.Module):
     def _attentions(self) -> list[VQAttention | FullAttention]:
         return [b for b in self.branches if isinstance(b, (VQAttention, FullAttention))]
 
+    @property
+    def uses_candidates(self) -> bool:
+        """Whether training replaces codes by keys, at the start or later."""
+        layers = [layer for layer in self._attentions() if isinstance(layer, VQAttention)]
+        return any(layer.quantizer.uses_candidates for layer in layers)
+
     def set_recompute(self, recompute: bool) -> None:
         """Whether activations are computed again in backward, to save memory."""
         for branch in self.branches:
@@ -103,12 +109,16 @@ class TransformerVQ(nn.Module):
         state: ModelState | None = None,
         valid: Tensor | None = None,
         document_ids: Tensor | None = None,
+        key_priority: Tensor | None = None,
     ) -> ModelOutput:
         """tokens: [b, t] of any length t from 1 up; `state` as returned for what came before.
 
         valid: [b, t], False for padding, on either side or in between; it enters no state, loss or
         codebook and does not move positions. document_ids: [b, t], several documents in a row, each
         as if it stood alone; the document in which the state ends goes on under the same id.
+        key_priority: [b, t] of int64, for training: the keys of the tokens with the lowest numbers
+        may become codes (`codebook_init="keys"`, `revive_below`); by default pseudo-random numbers
+        that depend on row and place alone.
         """
         if valid is not None and valid.shape == tokens.shape and valid.dtype == torch.bool:
             tokens = tokens.masked_fill(~valid, 0)  # whatever number padding has
@@ -122,6 +132,8 @@ class TransformerVQ(nn.Module):
             plain = state.position.unsqueeze(-1) + steps
             x = x + self.positions(plain if layout is None else layout.positions)
 
+        if key_priority is not None and layout is not None:
+            key_priority = layout.gather(key_priority)
         sinusoids = self._attentions()[0].sinusoids(state.layers[0], tokens.shape[1])
         branch_keep = self._branch_keep(state)
         commit_loss = torch.zeros((), dtype=x.dtype, device=x.device)
@@ -131,7 +143,13 @@ class TransformerVQ(nn.Module):
             if isinstance(branch, FeedForward):
                 y = branch(x)
             else:
-                output = branch(x, state.layers[len(states)], layout=layout, sinusoids=sinusoids)
+                output = branch(
+                    x,
+                    state.layers[len(states)],
+                    layout=layout,
+                    sinusoids=sinusoids,
+                    key_priority=key_priority,
+                )
                 y = output.y
                 commit_loss = commit_loss + output.commit_loss
                 states.append(output.state)

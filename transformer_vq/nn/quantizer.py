@@ -8,16 +8,20 @@ and torch.compile need no special care: usages are added up and applied once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from transformer_vq.errors import UserError
 from transformer_vq.ops.cache import accumulation_dtype, code_sums
 from transformer_vq.ops.precision import full_precision
 
+NO_CANDIDATE = 2**62  # priority of an empty slot, above all others
 
-class NotFiniteError(ValueError):
+
+class NotFiniteError(UserError):
     """NaN or inf where a number is needed."""
 
 
@@ -38,7 +42,9 @@ class CodeUsage:
     """What a batch of keys says about a codebook. Usages of several batches add up.
 
     sum: [h, s, k] of the keys per code, count: [h, s], error: [h] and energy: [h] sums of squared
-    quantization errors and of squared keys, candidates: [h, s, k] keys that could become codes.
+    quantization errors and of squared keys. candidates: [h, s, k] keys that could become codes,
+    those with the lowest `priority`: [s], in that order. So a sum has the candidates that the keys
+    of all batches together would have, however they were divided.
     """
 
     sum: Tensor
@@ -46,18 +52,23 @@ class CodeUsage:
     error: Tensor
     energy: Tensor
     candidates: Tensor | None = None
+    priority: Tensor | None = None
 
     def __add__(self, other: CodeUsage) -> CodeUsage:
-        candidates = self.candidates
+        candidates, priority = self.candidates, self.priority
         if candidates is not None and other.candidates is not None:
-            # Where no token counted, candidates are padding.
-            candidates = torch.where(self.count.sum() > 0, candidates, other.candidates)
+            assert priority is not None
+            assert other.priority is not None
+            candidates = torch.cat([candidates, other.candidates], dim=1)
+            priority, order = lowest(torch.cat([priority, other.priority]), len(priority))
+            candidates = candidates[:, order]
         return CodeUsage(
             self.sum + other.sum,
             self.count + other.count,
             self.error + other.error,
             self.energy + other.energy,
             candidates,
+            priority,
         )
 
     def health(self) -> CodebookHealth:
@@ -121,9 +132,18 @@ class VectorQuantizer(nn.Module):
         """The codewords: [h, s, k]."""
         return self.c_sum / self.c_count.clamp(min=0.01).unsqueeze(-1)
 
-    def forward(self, k: Tensor, valid: Tensor | None = None) -> Quantized:
+    @property
+    def uses_candidates(self) -> bool:
+        """Whether training replaces codes by keys, at the start or later."""
+        return self.codebook_init == "keys" or self.revive_below > 0
+
+    def forward(
+        self, k: Tensor, valid: Tensor | None = None, priority: Tensor | None = None
+    ) -> Quantized:
         """k: [b, h, t, k]; positions where valid: [b, t] is False count neither for the loss nor
-        for the codebook. Raises NotFiniteError for keys that are not finite."""
+        for the codebook. priority: [b, t] from 0 to 2^62 - 1, for training: the keys with the lowest
+        numbers may become codes; `token_priority` by default. Raises NotFiniteError for keys that
+        are not finite."""
         if k.ndim != 4 or (k.shape[1], k.shape[3]) != (self.c_sum.shape[0], self.c_sum.shape[2]):
             n_head, _, d_k = self.c_sum.shape
             raise ValueError(f"keys have shape {tuple(k.shape)}, want [b, {n_head}, t, {d_k}]")
@@ -144,10 +164,12 @@ class VectorQuantizer(nn.Module):
             n_tokens = error[:, 0].numel() if valid is None else valid.sum().clamp(min=1)
             # The zero carries the gradient, so k_hat is the codeword to the last bit.
             k_hat = codeword.to(k.dtype) + (k - k.detach())
-            usage = self._usage(exact.detach(), z, error.detach(), valid)
+            usage = self._usage(exact.detach(), z, error.detach(), valid, priority)
             return Quantized(k_hat, z, error.sum() / n_tokens, usage)
 
-    def _usage(self, k: Tensor, z: Tensor, error: Tensor, valid: Tensor | None) -> CodeUsage:
+    def _usage(
+        self, k: Tensor, z: Tensor, error: Tensor, valid: Tensor | None, priority: Tensor | None
+    ) -> CodeUsage:
         n_code = self.c_sum.shape[1]
         by_head = k.transpose(0, 1).flatten(1, 2)  # [h, b * t, k]
         counted = None if valid is None else valid.flatten()
@@ -155,9 +177,19 @@ class VectorQuantizer(nn.Module):
         energy = k.square().sum(-1)
         if valid is not None:
             energy = energy * valid[:, None]
-        wanted = self.codebook_init == "keys" or self.revive_below > 0
-        candidates = _sample(by_head, n_code, counted) if wanted else None
-        return CodeUsage(total, count, error.sum((0, 2)), energy.sum((0, 2)), candidates)
+        usage = CodeUsage(total, count, error.sum((0, 2)), energy.sum((0, 2)))
+        if not (self.training and self.uses_candidates):
+            return usage
+        if priority is None:
+            priority = token_priority(k.shape[0], k.shape[2], valid, k.device)
+        priority = priority.flatten()
+        if counted is not None:
+            priority = priority.masked_fill(~counted, NO_CANDIDATE)
+        # Fewer keys than codes leave empty slots at the end.
+        priority = F.pad(priority, (0, max(n_code - len(priority), 0)), value=NO_CANDIDATE)
+        priority, order = lowest(priority, n_code)
+        candidates = by_head[:, order.clamp(max=by_head.shape[1] - 1)]
+        return replace(usage, candidates=candidates, priority=priority)
 
     @torch.no_grad()
     def update(self, usage: CodeUsage) -> None:
@@ -169,11 +201,15 @@ class VectorQuantizer(nn.Module):
             )
         self.c_sum.mul_(self.ema_decay).add_(usage.sum, alpha=1 - self.ema_decay)
         self.c_count.mul_(self.ema_decay).add_(usage.count, alpha=1 - self.ema_decay)
-        if usage.candidates is not None:
-            # Sum and count together: a new sum over an old count would be no codeword at all.
+        if usage.candidates is not None and usage.priority is not None:
+            n_code = len(usage.priority)
+            n_keys = (usage.priority < NO_CANDIDATE).sum().clamp(min=1)
+            slots = torch.arange(n_code, device=n_keys.device) % n_keys  # each key once if possible
+            # Sum and count together: a new sum over an old count would not be a codeword.
             replaced = (self.c_count < self.revive_below) | ~self.started
             replaced &= usage.count.sum() > 0
-            self.c_sum.copy_(torch.where(replaced.unsqueeze(-1), usage.candidates, self.c_sum))
+            keys = usage.candidates[:, slots].to(self.c_sum.dtype)
+            self.c_sum.copy_(torch.where(replaced.unsqueeze(-1), keys, self.c_sum))
             self.c_count.masked_fill_(replaced, 1.0)
             self.started |= usage.count.sum() > 0
 
@@ -200,12 +236,29 @@ def _lookup(codebook: Tensor, z: Tensor) -> Tensor:
     return codebook.flatten(0, 1)[rows]
 
 
-def _sample(k: Tensor, n: int, valid: Tensor | None) -> Tensor:
-    """n random keys per head, each key once as long as they last. k: [h, m, k] -> [h, n, k]."""
-    n_keys = k.shape[1]
-    chance = torch.rand(n_keys, device=k.device)
-    if valid is not None:
-        chance = chance.masked_fill(~valid, 2.0)  # after all valid ones
-    order = chance.argsort()
-    n_valid = n_keys if valid is None else valid.sum().clamp(min=1)
-    return k[:, order[torch.arange(n, device=k.device) % n_valid]]
+def lowest(priority: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n lowest numbers in ascending order, and where they are. priority: [m] -> [n], [n]."""
+    values, order = priority.topk(n, largest=False, sorted=True)
+    return values, order
+
+
+def token_priority(
+    batch_size: int,
+    seq_len: int,
+    valid: Tensor | None = None,
+    device: torch.device | None = None,
+    first_row: int = 0,
+) -> Tensor:
+    """Pseudo-random numbers that follow from row and place alone: [batch_size, seq_len] of int64.
+
+    Padding has no place of its own, so it changes no number. first_row: the number of the first
+    row, for a batch that is one part of a larger one. No random state is used or changed.
+    """
+    row = first_row + torch.arange(batch_size, device=device).unsqueeze(-1)
+    place = torch.arange(seq_len, device=device) if valid is None else valid.cumsum(1) - 1
+    # The finalizer of MurmurHash3; products wrap around.
+    x = (row << 32) + place + 1
+    for factor in (-0x00AE502812AA7333, -0x3B314601E57A13AD):
+        x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * factor
+    x = x ^ ((x >> 33) & 0x7FFFFFFF)
+    return x & 0x3FFFFFFFFFFFFFFF

@@ -11,6 +11,7 @@ import warnings
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
@@ -18,7 +19,7 @@ from torch.utils import _pytree
 from transformer_vq.config import RunConfig
 from transformer_vq.nn.heads import AttentionOutput
 from transformer_vq.nn.model import ModelOutput, TransformerVQ
-from transformer_vq.nn.quantizer import CodeUsage
+from transformer_vq.nn.quantizer import CodeUsage, lowest
 from transformer_vq.parallel.world import World
 
 
@@ -60,17 +61,41 @@ def shard(model: TransformerVQ, config: RunConfig, world: World) -> None:
     fully_shard(model, mesh=mesh, ignored_params=scalars)
 
 
-def total_usage(usages: tuple[CodeUsage, ...], world: World) -> tuple[CodeUsage, ...]:
-    """Code usage of all processes that have different tokens; one message for all codebooks.
+def default_group() -> dist.ProcessGroup | None:
+    """The group of all processes, or None if this one is alone."""
+    is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    return None if is_alone else dist.group.WORLD
 
-    Candidates are those of the first process on which any token counted.
+
+def total_usage(
+    usages: tuple[CodeUsage, ...], group: dist.ProcessGroup | None
+) -> tuple[CodeUsage, ...]:
+    """Add up the code usage of all processes of a group, which have different tokens.
+
+    The result is that of one process with all tokens. One message carries all codebooks, and one
+    more the priorities of the candidates, which are those of tokens and so the same in all layers.
     """
-    if world.size("data") == 1 or not usages:
+    if group is None or not usages:
         return usages
-    if usages[0].candidates is not None:
-        rank, n_processes = world.rank("data"), world.size("data")
-        if world.smallest(rank if bool(usages[0].count.sum() > 0) else n_processes) != rank:
-            usages = tuple(replace(u, candidates=torch.zeros_like(u.sum)) for u in usages)
-    parts = [[x for x in vars(usage).values() if x is not None] for usage in usages]
-    totals = iter(world.sums([x for part in parts for x in part], "data"))
-    return tuple(CodeUsage(*(next(totals) for _ in part)) for part in parts)
+    priority = usages[0].priority
+    if priority is not None:
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        everywhere = [torch.empty_like(priority) for _ in range(size)]
+        dist.all_gather(everywhere, priority.contiguous(), group=group)
+        n_code = len(priority)
+        priority, order = lowest(torch.cat(everywhere), n_code)
+        # Each process fills the slots whose candidates it has; the others add zeros.
+        is_own = (order // n_code == rank).unsqueeze(-1)
+        usages = tuple(
+            replace(usage, candidates=usage.candidates[:, order % n_code] * is_own)
+            for usage in usages
+            if usage.candidates is not None
+        )
+    names = ("sum", "count", "error", "energy", "candidates")
+    parts = [[getattr(u, name) for name in names if getattr(u, name) is not None] for u in usages]
+    flat = torch.cat([x.flatten() for part in parts for x in part])
+    dist.all_reduce(flat, group=group)
+    totals = iter(flat.split([x.numel() for part in parts for x in part]))
+    return tuple(
+        CodeUsage(*(next(totals).view_as(x) for x in part), priority=priority) for part in parts
+    )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -71,6 +72,8 @@ class Trainer:
         if begins:
             n_own = n_rows // self.world.size("rows")
             self.carried = [self.model.init_state(n_own) for _ in range(n_parts)]
+        if self.model.uses_candidates:
+            batch = replace(batch, key_priority=self._key_priority(batch, step))
         n_targets = max(batch.n_targets, 1)
         losses: list[Tensor] = []
         usages: tuple[CodeUsage, ...] | None = None
@@ -82,7 +85,9 @@ class Trainer:
             with self.plan.part(step, i, is_last=i == n_parts - 1):
                 own, before = self.plan.stretch(part, self.carried[i])
                 with matmul_precision(self.device, self.config.train.precision):
-                    output = self.plan.forward(own.tokens, before, own.valid, own.document_ids)
+                    output = self.plan.forward(
+                        own.tokens, before, own.valid, own.document_ids, own.key_priority
+                    )
                     nats = token_loss(output, own) / n_targets
                     commit = output.commit_loss * (own.n_targets / n_targets)
                 loss = nats + self.config.model.commit_coef * commit
@@ -99,9 +104,15 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        usages = total_usage(usages or (), self.world)
+        group = None if self.world.size("data") == 1 else self.world.group("data")
+        usages = total_usage(usages or (), group)
         self.model.update_codebooks(usages)
         return Update(float(nats), float(commit), float(grad_norm), lr, n_targets, usages)
+
+    def _key_priority(self, batch: Batch, step: int) -> Tensor:
+        """Drawn for the whole batch, so that its parts choose the same keys on every mesh."""
+        generator = np.random.default_rng([self.config.train.seed, step, 1])
+        return torch.from_numpy(generator.integers(2**62, size=tuple(batch.tokens.shape)))
 
     def _clip(self) -> Tensor:
         """Scale the gradients down to the norm allowed; their norm before that."""

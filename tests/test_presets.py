@@ -1,5 +1,7 @@
 """The presets against the paper: Table 10 and Section C.2, written down as data."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -39,6 +41,7 @@ PAPER = columns(TABLE_10)
 every_preset = pytest.mark.parametrize("name", PAPER)
 
 
+@cache
 def model_of(name):
     with torch.device("meta"):
         return TransformerVQ(PRESETS[name].model)

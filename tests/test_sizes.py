@@ -1,6 +1,6 @@
 """Sizes by arithmetic against the model itself: FLOPs counted, states and moments measured."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -8,8 +8,9 @@ from helpers import tiny_config
 from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_vq import PRESETS, TransformerVQ
-from transformer_vq.config import OptimConfig, RunConfig, TrainConfig
+from transformer_vq.config import OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from transformer_vq.nn import attention
+from transformer_vq.parallel.tensor_parallel import divided_axes
 from transformer_vq.sizes import flops_per_token, sizes
 from transformer_vq.training.optim import make_optimizer
 
@@ -204,3 +205,35 @@ def test_recomputation_keeps_the_state_before_every_segment(monkeypatch):
     # What is computed again at a time is one branch, whatever the depth.
     (shallow, shallow_state), (deep, deep_state) = map(more_with_six_segments, (1, 3))
     assert deep - shallow == 8 * 5 * (deep_state - shallow_state)
+
+
+@pytest.mark.parametrize("n_layer", [1, 2, 3])
+@pytest.mark.parametrize("head_type", HEAD_TYPES)
+@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"fsdp": 2}, {"fsdp": 2, "cp": 2}])
+def test_one_layer_stands_for_all(n_layer, head_type, layout):
+    config = run_of(head_type=head_type, n_layer=n_layer, tie_embeddings=True)
+    config = replace(config, parallel=ParallelConfig(**layout))
+    model = TransformerVQ(config.model)
+    divided = divided_axes(model) if "tp" in layout else {}
+    n_shards = config.parallel.fsdp * config.parallel.cp
+    resident = sum(
+        -(-p.numel() // (n_shards * (2 if name in divided else 1)))
+        for name, p in model.named_parameters()
+    )
+    gathered = 0
+    if n_shards > 1:
+        largest = max(sum(p.numel() for p in branch.parameters()) for branch in model.branches)
+        gathered = model.embed.weight.numel() + 2 * largest
+    found = sizes(config)
+    assert found.parameters == sum(p.numel() for p in model.parameters())
+    assert found.codebooks == sum(b.numel() for b in model.buffers() if b.is_floating_point())
+    assert found.weight_bytes == 4 * (resident + gathered + found.codebooks)
+    assert found.optimizer_bytes == 8 * resident
+
+
+def test_layers_beyond_the_first_cost_the_same_each():
+    def of(n_layer, **parts):
+        return torch.tensor(astuple(sizes(run_of(**LARGE | {"n_layer": n_layer} | parts))))
+
+    for parts in ({}, {"optim": {"optimizer": "adafactor"}}, {"train": {"recompute": True}}):
+        assert torch.equal(of(5, **parts) - of(4, **parts), of(2, **parts) - of(1, **parts))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal
+
+from transformer_vq.checks import Range, check_fields, from_plain, shown
+from transformer_vq.errors import UserError
 
 HeadType = Literal["shga", "mqa", "mha"]
 AttentionType = Literal["vq", "full"]
@@ -13,16 +16,28 @@ OptimizerName = Literal["adamw", "adafactor"]
 Dataset = Literal["text", "enwik8", "pg19", "imagenet64", "pictures"]
 Precision = Literal["fp32", "bf16"]
 
+# High limits make absurd values fail at once; all positive floats are normal numbers in float32.
+Width = Annotated[int, Range(1, 2**24)]
+Depth = Annotated[int, Range(1, 2**12)]
+Rows = Annotated[int, Range(1, 2**24)]
+Count = Annotated[int, Range(1, 2**40)]
+Processes = Annotated[int, Range(1, 2**20)]
+Real = Annotated[float, Range(-1e30, 1e30)]
+Positive = Annotated[float, Range(1e-30, 1e30)]
+NotNegative = Annotated[float, Range(0, 1e30)]
+Fraction = Annotated[float, Range(0, 1)]
+BelowOne = Annotated[float, Range(0, 1, below=True)]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
     """Everything that determines the function a model computes."""
 
-    vocab_size: int
+    vocab_size: Width
     """Number of different tokens."""
-    d_model: int
+    d_model: Width
     """Width of the residual stream."""
-    n_layer: int
+    n_layer: Depth
     """Transformer layers; each is two gated attention units (shga) or attention + feed-forward."""
     head_type: HeadType = "shga"
     """Single-head gated attention, multi-query or multi-head attention."""
@@ -30,61 +45,57 @@ class ModelConfig:
     """Vector-quantized keys in linear time, or full attention in quadratic time."""
     reduction: Reduction = "auto"
     """How cache statistics are summed across blocks; the result is the same."""
-    d_k: int = 128
+    d_k: Width = 128
     """Width of queries and keys, per head."""
-    n_code: int = 512
+    n_code: Width = 512
     """Codewords per codebook."""
-    block_len: int = 512
+    block_len: Width = 512
     """Tokens per block, and how far the relative positional bias reaches."""
     compressive_cache: bool = True
     """Attend to everything older than the window; False leaves the last block_len tokens only."""
     grad_through_cache: bool = True
     """Let gradients reach values that have moved into the cache."""
-    p_dropsin: float = 0.0
+    p_dropsin: BelowOne = 0.0
     """Dropout on the sinusoids of the relative positions; one mask per sequence."""
-    p_dropres: float = 0.0
+    p_dropres: BelowOne = 0.0
     """Dropout on every residual branch."""
-    p_droplyr: float = 0.0
+    p_droplyr: BelowOne = 0.0
     """Probability of skipping a residual branch for a whole sequence (LayerDrop)."""
     tie_embeddings: bool = False
     """Use the token embeddings as the output projection; without it there is also a bias."""
     final_norm: bool = False
     """Normalise the features before the output projection."""
-    logit_scale: float = 1.0
+    logit_scale: Real = 1.0
     """Constant by which the features are multiplied before the output projection."""
     absolute_positions: bool = False
     """Add absolute sinusoids, times a trainable scalar, to the token embeddings."""
-    pe_wavelength: float = 1e5
+    pe_wavelength: Annotated[float, Range(1, 1e30, above=True)] = 1e5
     """Longest wavelength of the sinusoids."""
-    commit_coef: float = 1e-4
+    commit_coef: NotNegative = 1e-4
     """Weight of the commitment loss in the training loss."""
-    ema_decay: float = 0.99
+    ema_decay: BelowOne = 0.99
     """Decay of the codebooks' running sums and counts."""
     codebook_init: CodebookInit = "random"
     """Start codebooks at random as the paper does, or from the keys of the first update."""
-    revive_below: float = 0.0
+    revive_below: NotNegative = 0.0
     """Replace codes whose running count falls below this by recent keys; 0 never does."""
 
     def __post_init__(self) -> None:
-        _check_choices(self)
-        for name in ("vocab_size", "d_model", "n_layer", "d_k", "n_code", "block_len"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
-        for name in ("p_dropsin", "p_dropres", "p_droplyr", "ema_decay"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 0 and below 1")
+        check_fields(self, "model")
         if self.d_model % 2:
-            raise ValueError(f"d_model={self.d_model}: must be even, half sines and half cosines")
+            raise UserError(f"model.d_model={self.d_model}: must be even")
         if self.head_type != "shga" and self.d_model % self.d_k:
-            raise ValueError(
-                f"d_model={self.d_model} is not a multiple of d_k={self.d_k}, as "
-                f"head_type={self.head_type!r} needs; change one of them or use 'shga'"
+            raise UserError(
+                f"model.d_model={self.d_model} is not a multiple of model.d_k={self.d_k}, as "
+                f"model.head_type={self.head_type} needs; change one of them or use shga"
             )
-        if self.pe_wavelength <= 1:
-            raise ValueError(f"pe_wavelength={self.pe_wavelength!r}: must be above 1")
-        if self.commit_coef < 0 or self.revive_below < 0:
-            raise ValueError("commit_coef and revive_below must not be negative")
+        if abs(self.logit_scale) < 1e-30:
+            raise UserError(f"model.logit_scale={self.logit_scale}: must not be 0")
+
+    @classmethod
+    def from_dict(cls, values: object) -> ModelConfig:
+        """Build a model config from its JSON form; raise UserError for anything else."""
+        return from_plain(cls, values, "model")
 
 
 @dataclass(frozen=True)
@@ -93,38 +104,32 @@ class OptimConfig:
 
     optimizer: OptimizerName = "adamw"
     """AdamW, or Adafactor with steps relative to the size of a parameter."""
-    lr: float = 4e-4
+    lr: Positive = 4e-4
     """Peak of the learning rate."""
-    warmup: int = 10_000
+    warmup: Annotated[int, Range(0, 2**40)] = 10_000
     """Updates in which the learning rate climbs from zero to its peak."""
-    lr_final_share: float = 0.1
+    lr_final_share: Fraction = 0.1
     """What a cosine leaves of the peak at the end of training."""
-    weight_decay: float = 0.0
+    weight_decay: BelowOne = 0.0
     """Part of a weight taken off at every update, not multiplied by the learning rate."""
-    grad_clip: float | None = 0.1
+    grad_clip: Positive | None = 0.1
     """Largest norm of all gradients together; None does not clip."""
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.98)
     """Decay of AdamW's first and second moments."""
-    eps: float = 1e-9
+    eps: Positive = 1e-9
     """AdamW's guard against division by zero."""
-    update_clip: float = 1.0
+    update_clip: Positive = 1.0
     """Largest root mean square of an Adafactor update."""
 
     def __post_init__(self) -> None:
-        _check_choices(self)
-        for name in ("lr", "eps", "update_clip"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be above 0")
-        if self.grad_clip is not None and self.grad_clip <= 0:
-            raise ValueError(f"grad_clip={self.grad_clip!r}: must be above 0, or None")
-        if self.warmup < 0:
-            raise ValueError(f"warmup={self.warmup!r}: must not be negative")
-        if not 0 <= self.weight_decay < 1:
-            raise ValueError(f"weight_decay={self.weight_decay!r}: must be at least 0 and below 1")
-        if not 0 <= self.lr_final_share <= 1:
-            raise ValueError(f"lr_final_share={self.lr_final_share!r}: must be from 0 to 1")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas={self.betas!r}: must be at least 0 and below 1")
+        check_fields(self, "optim")
+        unused = ("update_clip",) if self.optimizer == "adamw" else ("betas", "eps")
+        for name in unused:
+            if getattr(self, name) != getattr(OptimConfig, name):
+                raise UserError(
+                    f"optim.{name}={shown(getattr(self, name))}: optim.optimizer={self.optimizer} "
+                    "does not use it; leave it out"
+                )
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,12 @@ class DataConfig:
     """Folder in which prepared corpora and downloads are kept."""
 
     def __post_init__(self) -> None:
-        _check_choices(self)
+        check_fields(self, "data")
+        if self.tokenizer is not None and self.dataset != "pg19":
+            raise UserError(
+                f"data.tokenizer={shown(self.tokenizer)}: data.dataset={self.dataset} has its own "
+                "tokens; leave it out, or use data.dataset=pg19"
+            )
 
     @property
     def has_pictures(self) -> bool:
@@ -154,15 +164,15 @@ class DataConfig:
 class TrainConfig:
     """How a run goes, from its batches to its checkpoints."""
 
-    steps: int = 125_000
+    steps: Count = 125_000
     """Updates of the weights; each sees batch_size * backprop_len tokens."""
-    batch_size: int = 128
+    batch_size: Rows = 128
     """Sequences per update."""
-    seq_len: int = 8192
+    seq_len: Count = 8192
     """Tokens per sequence; the state is carried from its first window to its last."""
-    backprop_len: int = 2048
+    backprop_len: Count = 2048
     """Tokens per window: how far gradients go back."""
-    accumulate: int = 1
+    accumulate: Annotated[int, Range(0, 2**24)] = 1
     """Parts into which the batch of an update is divided to save memory; 0 takes as few as fit."""
     precision: Precision = "fp32"
     """fp32, or bf16 for matrix products; weights, codebooks, normalisers and loss stay fp32."""
@@ -172,19 +182,19 @@ class TrainConfig:
     """Use torch.compile: slow to start, faster afterwards."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto takes a GPU if there is one."""
-    seed: int = 0
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Decides the first weights, the order of sequences and every dropout mask."""
     init_from: str | None = None
     """Start from the weights and codebooks of this run, or of this model file."""
-    log_every: int = 1
+    log_every: Count = 1
     """Updates between two lines of metrics.jsonl."""
-    eval_every: int = 1000
+    eval_every: Count = 1000
     """Updates between two validations; the best model so far is kept."""
-    eval_tokens: int = 1_000_000
+    eval_tokens: Count = 1_000_000
     """Tokens from the start of the validation split to validate on."""
-    save_every: int = 1000
+    save_every: Count = 1000
     """Updates between two checkpoints; the last update is always saved."""
-    keep: int = 2
+    keep: Count = 2
     """How many of the newest checkpoints stay on disk."""
     tensorboard: bool = False
     """Write TensorBoard files to RUN/tensorboard too."""
@@ -192,50 +202,34 @@ class TrainConfig:
     """Log to this Weights & Biases project too."""
 
     def __post_init__(self) -> None:
-        _check_choices(self)
-        for name in (
-            *("steps", "batch_size", "seq_len", "backprop_len"),
-            *("log_every", "eval_every", "eval_tokens", "save_every", "keep"),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: must be a whole number of at least 1")
+        check_fields(self, "train")
         if self.seq_len % self.backprop_len:
-            raise ValueError(
-                f"seq_len={self.seq_len} is not a multiple of backprop_len={self.backprop_len}: a "
-                "sequence is worked on in whole windows"
+            raise UserError(
+                f"train.seq_len={self.seq_len} is not a multiple of "
+                f"train.backprop_len={self.backprop_len}; change one of them"
             )
-        if not isinstance(self.accumulate, int) or self.accumulate < 0:
-            raise ValueError(f"accumulate={self.accumulate!r}: must be a whole number, or 0")
         if self.accumulate and self.batch_size % self.accumulate:
-            raise ValueError(
-                f"batch_size={self.batch_size} cannot be divided into accumulate={self.accumulate} "
-                "equal parts"
+            raise UserError(
+                f"train.batch_size={self.batch_size} is not a multiple of "
+                f"train.accumulate={self.accumulate}; change one of them"
             )
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed={self.seed}: must not be negative, and below 2^63")
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How the processes that `torchrun` starts share the work; the product is their number."""
 
-    dp: int = 0
+    dp: Annotated[int, Range(0, 2**20)] = 0
     """Data parallel: every process a whole model and its own sequences; 0 takes what is left."""
-    fsdp: int = 1
+    fsdp: Processes = 1
     """Sharded data parallel: the same, but weights and moments are divided among processes."""
-    cp: int = 1
+    cp: Processes = 1
     """Context parallel: one sequence in stretches, one after the other, each on a process."""
-    tp: int = 1
+    tp: Processes = 1
     """Tensor parallel: the widths of every layer are divided among processes."""
 
     def __post_init__(self) -> None:
-        for name, least in (("dp", 0), ("fsdp", 1), ("cp", 1), ("tp", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < least:
-                raise ValueError(
-                    f"parallel.{name}={value!r}: must be a whole number of at least {least}"
-                )
+        check_fields(self, "parallel")
 
     @property
     def n_rows(self) -> int:
@@ -247,13 +241,13 @@ class ParallelConfig:
         return self.n_rows * self.cp * self.tp
 
     def fill(self, n_processes: int) -> ParallelConfig:
-        """The same with `dp` worked out. Raises ValueError if the processes cannot be so shared."""
+        """The same with `dp` worked out. Raises UserError if the processes cannot be so shared."""
         others = self.fsdp * self.cp * self.tp
         filled = self if self.dp else replace(self, dp=max(n_processes // others, 1))
         if filled.n_processes == n_processes:
             return filled
         asked = f"{filled.dp} x {self.fsdp} x {self.cp} x {self.tp} = {filled.n_processes}"
-        raise ValueError(
+        raise UserError(
             f"parallel: dp x fsdp x cp x tp = {asked} processes are asked for and {n_processes} "
             f"are there; start with `torchrun --nproc-per-node {filled.n_processes} -m "
             "transformer_vq ...`, or change --parallel.*"
@@ -274,23 +268,13 @@ class RunConfig:
         """Plain values, for JSON."""
         return asdict(self)
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> RunConfig:
-        """What `to_dict` made, also after a way through JSON."""
-        parts = dict(values)
-        optim = dict(parts.get("optim", {}))
-        if "betas" in optim:
-            optim["betas"] = tuple(optim["betas"])
-        try:
-            return cls(
-                model=ModelConfig(**parts["model"]),
-                data=DataConfig(**parts.get("data", {})),
-                optim=OptimConfig(**optim),
-                train=TrainConfig(**parts.get("train", {})),
-                parallel=ParallelConfig(**parts.get("parallel", {})),
-            )
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"this is not the config of a run: {error}") from error
+    def from_dict(cls, values: object) -> RunConfig:
+        """Build a run config from its JSON form; raise UserError for anything else."""
+        return from_plain(cls, values)
 
     def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
         """Fields in which two runs differ, as `part.field`, with both values."""
@@ -301,11 +285,3 @@ class RunConfig:
                 if value != getattr(theirs, name):
                     found[f"{part.name}.{name}"] = (value, getattr(theirs, name))
         return found
-
-
-def _check_choices(config: object) -> None:
-    """Every field whose type is a list of words holds one of them."""
-    for name, hint in get_type_hints(type(config)).items():
-        choices = get_args(hint)
-        if get_origin(hint) is Literal and getattr(config, name) not in choices:
-            raise ValueError(f"{name}={getattr(config, name)!r}: choose one of {choices}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from transformer_vq.config import ModelConfig, RunConfig
+from transformer_vq.errors import UserError
 from transformer_vq.nn.attention import VQAttention
+from transformer_vq.nn.device import find_device, has_fast_bf16
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.parallel.plan import check_layout
 from transformer_vq.parallel.tensor_parallel import divided_axes
 
 FLOAT = 4  # bytes
@@ -38,12 +41,14 @@ class Sizes:
 
 
 def sizes(config: RunConfig) -> Sizes:
-    """Nothing is allocated: the model is built on the meta device.
+    """Nothing is allocated: one layer is built on the meta device; all layers are alike.
 
-    With `config.parallel`, memory is that of one of its devices.
+    With `config.parallel`, memory is that of one of its devices; `dp=0` counts as 1.
+    Raises UserError if the run cannot be divided in that way.
     """
+    check_layout(config, config.parallel)
     with torch.device("meta"):
-        model = TransformerVQ(config.model)
+        model = TransformerVQ(replace(config.model, n_layer=1))
     layout = config.parallel
     n_shards = layout.fsdp * layout.cp if layout.fsdp > 1 else 1
     divided = divided_axes(model) if layout.tp > 1 else {}
@@ -51,20 +56,31 @@ def sizes(config: RunConfig) -> Sizes:
         name: n_shards * (layout.tp if name in divided else 1) for name in model.state_dict()
     }
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    parameters = sum(shape.numel() for shape in shapes.values())
-    codebooks = sum(b.numel() for name, b in model.named_buffers() if "started" not in name)
+    copies = {
+        name: config.model.n_layer if name.startswith("branches.") else 1
+        for name in model.state_dict()
+    }
+    parameters = sum(copies[name] * shape.numel() for name, shape in shapes.items())
+    codebooks = sum(
+        copies[name] * b.numel() for name, b in model.named_buffers() if "started" not in name
+    )
     # What lies on a device all the time, and what FSDP gathers: embeddings and head, and two
     # branches, that at work and the next one.
-    resident = sum(-(-shape.numel() // n_parts[name]) for name, shape in shapes.items())
+    resident = sum(
+        copies[name] * -(-shape.numel() // n_parts[name]) for name, shape in shapes.items()
+    )
     gathered = 0
     if n_shards > 1:
         branches = [sum(p.numel() for p in branch.parameters()) for branch in model.branches]
-        gathered = parameters - sum(branches) + 2 * max(branches)
+        gathered = parameters - config.model.n_layer * sum(branches) + 2 * max(branches)
     forward = flops_per_token(config.model, config.train.seq_len)
     if config.optim.optimizer == "adamw":
         optimizer = 2 * resident
     else:
-        optimizer = sum(_adafactor_numbers(x, n_parts[name]) for name, x in shapes.items())
+        optimizer = sum(
+            copies[name] * _adafactor_numbers(shape, n_parts[name])
+            for name, shape in shapes.items()
+        )
     return Sizes(
         parameters=parameters,
         codebooks=codebooks,
@@ -75,6 +91,33 @@ def sizes(config: RunConfig) -> Sizes:
         optimizer_bytes=FLOAT * optimizer,
         activation_bytes=_activation_bytes(config, _n_segments(model, config)),
     )
+
+
+def memory_hint(config: RunConfig) -> str:
+    """Return the options that reduce the memory of this run, as advice to the user."""
+    model, train = config.model, config.train
+    advice = []
+    n_rows = train.batch_size // config.parallel.n_rows
+    if n_rows > 1:
+        advice.append("reduce --train.batch-size")
+        if 0 < train.accumulate < n_rows:
+            advice[0] += " or raise --train.accumulate"
+    if not train.recompute:
+        advice.append("use --train.recompute")
+    if train.precision == "fp32" and _has_fast_bf16(train.device):
+        advice.append("use --train.precision bf16")
+    smaller = ["--train.seq-len"] if model.attention == "full" else []
+    if train.backprop_len > model.block_len:
+        smaller.append("--train.backprop-len")
+    advice.append(f"use a smaller {' or '.join([*smaller, '--model.d-model'])}")
+    return ", or ".join(filter(None, [", ".join(advice[:-1]), advice[-1]]))
+
+
+def _has_fast_bf16(device: str) -> bool:
+    try:
+        return has_fast_bf16(find_device(device))
+    except UserError:  # reported when the run starts
+        return False
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
@@ -119,7 +162,7 @@ def _attentions(config: ModelConfig) -> int:
 def _state_bytes(config: ModelConfig, seq_len: int, wide: int = FLOAT, tp: int = 1) -> int:
     """Arithmetic instead of a state on the meta device: that of full attention is not made yet.
 
-    wide: bytes of a number in keys and values; the cache is always float32.
+    wide: bytes of a number in keys and values; the cache has float32 means and int64 counts.
     """
     _, kv_heads, d_v, _ = _widths(config, tp)
     if config.attention == "full":
@@ -127,7 +170,7 @@ def _state_bytes(config: ModelConfig, seq_len: int, wide: int = FLOAT, tp: int =
     else:
         per_head = config.block_len * (wide * (config.d_k + d_v) + 8)
         if config.compressive_cache:
-            per_head += FLOAT * config.n_code * (d_v + 1)
+            per_head += config.n_code * (FLOAT * d_v + 8)
     position = 8
     return config.n_layer * _attentions(config) * (kv_heads * per_head + position)
 

@@ -1,6 +1,7 @@
 """Books in PG-19's layout: every token once, a document each, the same for either line end."""
 
 import itertools
+import os
 import threading
 
 import numpy as np
@@ -121,20 +122,20 @@ def test_empty_and_hidden_files_are_left_out(root, model):
 
 
 def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"there is no folder .*nowhere; data\.path"):
+    with pytest.raises(DataError, match=r"nowhere does not exist; in --data\.path"):
         Books.of(tmp_path / "nowhere", VOCAB_SIZE)
 
 
 def test_a_missing_split_is_named(root):
     (root / "validation").rename(root / "valid")
-    with pytest.raises(DataError, match=r"there is no folder .*validation: books lie in"):
+    with pytest.raises(DataError, match=r"validation does not exist; .*books must be"):
         Books.of(root, VOCAB_SIZE)
 
 
 def test_a_split_without_books_is_named(root):
     for file in (root / "test").iterdir():
         file.rename(file.with_suffix(".text"))
-    with pytest.raises(DataError, match=r"there are no books in .*test: books lie in"):
+    with pytest.raises(DataError, match=r"there are no books in .*test; .*books must be"):
         Books.of(root, VOCAB_SIZE)
 
 
@@ -155,7 +156,7 @@ def test_a_book_that_vanishes_is_named(root, model):
 
 
 def test_too_large_a_vocabulary_is_refused(root, tmp_path):
-    with pytest.raises(DataError, match=r"set model\.vocab_size to at most \d+$"):
+    with pytest.raises(DataError, match=r"set --model\.vocab-size to at most \d+$"):
         Books.of(root, 30_000).setup(tmp_path)
 
 
@@ -185,3 +186,20 @@ def test_few_books_are_held_at_a_time():
     assert len(begun) <= 10 + 2 * 2 + 1
     results.close()
     assert threading.active_count() == n_threads
+
+
+def test_a_split_that_is_a_file_is_named(root):
+    for file in (root / "test").iterdir():
+        file.unlink()
+    (root / "test").rmdir()
+    (root / "test").write_text("a book")
+    with pytest.raises(DataError, match="test is not a folder"):
+        Books.of(root, VOCAB_SIZE)
+
+
+def test_books_that_are_not_regular_files_are_skipped_with_a_warning(root, model, capsys):
+    (root / "train" / "9.txt").symlink_to("nowhere.txt")
+    os.mkfifo(root / "train" / "8.txt")
+    assert len(Books.of(root, VOCAB_SIZE, model).files["train"]) == 5
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "2 entries" in line

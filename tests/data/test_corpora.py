@@ -185,7 +185,7 @@ def test_without_a_size_the_vocabulary_is_that_of_the_material(text):
 
 def test_another_vocabulary_than_the_model_expects_is_refused(text):
     assert refusal(text, 300) == (
-        "text has a vocabulary of 256 tokens, the model one of 300; set model.vocab_size to 256"
+        "text has a vocabulary of 256 tokens, the model one of 300; set --model.vocab-size to 256"
     )
 
 
@@ -202,8 +202,8 @@ def test_too_few_bytes_for_three_splits_are_refused(text, tmp_path, n, split):
 def test_a_cache_that_is_a_file_is_refused(text, tmp_path):
     (tmp_path / "cache").write_text("not a folder")
     message = refusal(text)
-    assert message.startswith(f"cannot write to {tmp_path}/cache (")
-    assert message.endswith("; set data.cache")
+    assert message.startswith(f"cannot write to {tmp_path}/cache: ")
+    assert message.endswith("use another --data.cache")
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,7 @@ def test_an_interrupted_preparation_leaves_nothing_behind(text, tmp_path, number
 def test_a_full_disk_is_named_in_one_line_and_leaves_nothing_behind(text, tmp_path, numbers):
     numbers(vocab_size=256, error=OSError(28, "No space left on device"))
     message = refusal(text)
-    assert message.startswith(f"cannot write the corpus to {tmp_path}/cache: ")
-    assert message.endswith("No space left on device")
+    assert message.startswith(f"cannot write to {tmp_path}/cache: No space left on device; ")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
@@ -331,11 +330,9 @@ def test_pictures_are_prepared_without_anything_left_beside_them(tmp_path):
 @pytest.mark.parametrize("dataset", ["pg19", "imagenet64", "pictures"])
 def test_what_is_not_downloaded_needs_a_path(tmp_path, dataset):
     assert refusal(DataConfig(dataset, cache=str(tmp_path))) == (
-        f"{dataset} is not downloaded here; give its folder as data.path"
+        f"{dataset} is not downloaded here; give its folder as --data.path"
     )
 
 
 def test_enwik8_without_a_path_must_have_been_downloaded(tmp_path):
-    assert "fetch it with `tvq prepare enwik8`" in refusal(
-        DataConfig("enwik8", cache=str(tmp_path))
-    )
+    assert "run `tvq prepare enwik8`" in refusal(DataConfig("enwik8", cache=str(tmp_path)))

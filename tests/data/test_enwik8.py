@@ -6,6 +6,7 @@ import threading
 import time
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -69,12 +70,24 @@ def test_the_plain_file_of_a_folder_comes_before_the_packed_one(tmp_path):
     assert enwik8_source(tmp_path, tmp_path).files == (tmp_path / "enwik8",)
 
 
-def test_without_a_path_it_is_what_was_downloaded(tmp_path):
-    with pytest.raises(DataError, match=r"fetch it with `tvq prepare enwik8`, or give data\.path"):
+def test_without_a_path_it_is_what_was_downloaded(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"run `tvq prepare enwik8` or give a file as --data\.path"):
         enwik8_source(None, tmp_path)
     (tmp_path / "downloads").mkdir()
-    write_zip(tmp_path / "downloads/enwik8.zip", CONTENT[:1000])
+    path = tmp_path / "downloads/enwik8.zip"
+    write_zip(path, CONTENT[:1000])
+    monkeypatch.setattr(enwik8, "ZIP_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
     assert split_bytes(enwik8_source(None, tmp_path), "train") == CONTENT[:900]
+
+
+def test_a_corrupt_download_is_rejected_without_network(tmp_path):
+    (tmp_path / "downloads").mkdir()
+    path = tmp_path / "downloads/enwik8.zip"
+    write_zip(path, CONTENT[:1000])  # intact by itself, but another file
+    with pytest.raises(DataError, match="delete it and run `tvq prepare enwik8`") as raised:
+        enwik8_source(None, tmp_path)
+    assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_what_is_missing_or_broken_is_said_in_one_line(tmp_path):
@@ -86,6 +99,7 @@ def test_what_is_missing_or_broken_is_said_in_one_line(tmp_path):
         (broken, "cannot read"),
         (tmp_path / "absent", "does not exist"),
         (tmp_path / "empty", "neither enwik8 nor"),
+        (Path("/dev/zero"), "neither a regular file nor a folder"),
     ]:
         with pytest.raises(DataError, match=message) as raised:
             enwik8_source(path, tmp_path)
@@ -139,8 +153,8 @@ def assert_fails_in_one_line(server, cache, message):
     with pytest.raises(DataError, match=message) as raised:
         fetch(server, cache)
     assert "\n" not in str(raised.value)
-    assert "run it again to go on where it stopped" in str(raised.value)
-    assert "data.path" in str(raised.value)
+    assert "run it again to resume" in str(raised.value)
+    assert "--data.path" in str(raised.value)
 
 
 def test_a_download_is_put_into_place_whole_and_only_once(server, tmp_path):
@@ -156,6 +170,28 @@ def test_a_file_of_another_size_is_fetched_again(server, tmp_path):
     path = fetch(server, tmp_path)
     path.write_bytes(CONTENT[:10])
     assert fetch(server, tmp_path).read_bytes() == CONTENT
+
+
+def test_a_corrupt_file_of_the_right_size_is_fetched_again_with_a_warning(server, tmp_path, capsys):
+    path = fetch(server, tmp_path)
+    path.write_bytes(bytes([CONTENT[0] ^ 1]) + CONTENT[1:])
+    capsys.readouterr()
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(path) in line
+
+
+@pytest.mark.parametrize("content", [b"precious", None])
+def test_a_partial_file_that_is_a_link_is_not_written_through(server, tmp_path, content):
+    (tmp_path / "downloads").mkdir()
+    other = tmp_path / "other"
+    if content is not None:
+        other.write_bytes(content)
+    (tmp_path / "downloads/enwik8.zip.partial").symlink_to(other)
+    path = fetch(server, tmp_path)
+    assert path.read_bytes() == CONTENT
+    assert not path.is_symlink()
+    assert (other.read_bytes() if other.exists() else None) == content
 
 
 def test_an_interrupted_download_goes_on_where_it_stopped(server, tmp_path):
@@ -175,7 +211,7 @@ def test_a_server_without_ranges_sends_all_again(server, tmp_path):
 
 
 def test_a_wrong_checksum_leaves_nothing_behind(server, tmp_path):
-    with pytest.raises(DataError, match="another file than") as raised:
+    with pytest.raises(DataError, match="is not the published") as raised:
         fetch(server, tmp_path, sha256="0" * 64)
     assert "\n" not in str(raised.value)
     assert list((tmp_path / "downloads").iterdir()) == []
@@ -199,6 +235,6 @@ def test_network_errors_are_one_line(server, tmp_path, monkeypatch):
 
 def test_no_server_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    with pytest.raises(DataError, match="cannot fetch") as raised:
+    with pytest.raises(DataError, match="cannot download") as raised:
         download(tmp_path, "http://127.0.0.1:9/enwik8.zip")
     assert "\n" not in str(raised.value)

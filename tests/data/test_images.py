@@ -1,5 +1,9 @@
 """ImageNet64: the order of a picture's tokens, npz batches read in a stream."""
 
+import os
+import random
+import zipfile
+
 import numpy as np
 import pytest
 
@@ -107,7 +111,7 @@ def test_a_changed_batch_changes_the_fingerprint(tmp_path):
 
 
 def test_missing_files_are_named(tmp_path):
-    with pytest.raises(DataError, match="absent is no folder"):
+    with pytest.raises(DataError, match="absent does not exist"):
         ImageNet64.of(tmp_path / "absent")
     with pytest.raises(DataError, match=r"train_data_batch_1\.npz is not in"):
         ImageNet64.of(tmp_path)
@@ -124,7 +128,7 @@ def test_missing_files_are_named(tmp_path):
         ({"data": np.zeros((2, 12288), np.int64)}, r"int64 \[2, 12288\]"),
         ({"data": np.zeros(12288, np.uint8)}, r"uint8 \[12288\]"),
         ({"data": np.asfortranarray(random_rows(2))}, "column order"),
-        ({"other": np.zeros((2, 12288), np.uint8)}, "no array `data`"),
+        ({"other": np.zeros((2, 12288), np.uint8)}, "has no array `data`"),
     ],
     ids=["width", "dtype", "rank", "order", "name"],
 )
@@ -140,7 +144,7 @@ def test_a_truncated_file_is_named_in_one_line(tmp_path):
     write_batches(tmp_path, random_rows(3))
     path = tmp_path / "train_data_batch_1.npz"
     path.write_bytes(path.read_bytes()[:20_000])
-    with pytest.raises(DataError, match=r"cannot read .*batch_1\.npz.*fetch it again") as raised:
+    with pytest.raises(DataError, match=r"cannot read .*batch_1\.npz.*download it again") as raised:
         ImageNet64.of(tmp_path)
     assert "\n" not in str(raised.value)
 
@@ -163,3 +167,60 @@ def test_an_array_shorter_than_its_header_says_is_an_error(tmp_path):
     np.savez(tmp_path / "train_data_batch_1.npz", data=random_rows(10))
     with pytest.raises(DataError, match="ends too early"):
         list(source.pieces("train"))
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_mutated_files_are_rejected_in_one_line_or_read_alike(tmp_path, save, capsys):
+    """Whatever zipfile and numpy raise for them."""
+    rows = np.zeros((2, 12288), dtype=np.uint8)
+    write_batches(tmp_path, rows, save=save)
+    path = tmp_path / "train_data_batch_1.npz"
+    content, chance = path.read_bytes(), random.Random(0)
+    directory = content.index(b"PK\x01\x02")
+    places = [*range(200), *range(directory, len(content))]
+    for _ in range(600):
+        mutated = bytearray(content)
+        for place in chance.sample(places, chance.choice([1, 1, 2, 5])):
+            mutated[place] = chance.randrange(256)
+        path.write_bytes(mutated)
+        try:
+            source = ImageNet64.of(tmp_path)
+            tokens = [piece.tokens for s in ("train", "validation") for piece in source.pieces(s)]
+            message = ""
+        except DataError as error:
+            tokens, message = list(rows), str(error)
+        assert (np.stack(tokens) == rows).all()
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "shape",
+    ["(-1, 12288)", "(10**99, 12288)", "(3, 12288)", "(1, 12288)", "(", "((((", "None", "1"],
+)
+def test_an_array_header_that_contradicts_the_file_is_an_error(tmp_path, shape):
+    write_batches(tmp_path, random_rows(2))
+    path = tmp_path / "train_data_batch_1.npz"
+    header = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}, }}".ljust(118)[:117]
+    data = b"\x93NUMPY\x01\x00" + b"v\x00" + header.encode() + b"\n" + bytes(2 * 12288)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("data.npy", data)
+    with pytest.raises(DataError, match="train_data_batch_1") as raised:
+        ImageNet64.of(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_batch_that_is_not_a_regular_file_is_named(tmp_path):
+    write_batches(tmp_path, random_rows(2))
+    path = tmp_path / "train_data_batch_1.npz"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match=r"batch_1\.npz is a folder"):
+        ImageNet64.of(tmp_path)
+    path.rmdir()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match="neither a regular file nor a folder"):
+        ImageNet64.of(tmp_path)
+    path.unlink()
+    path.symlink_to("nowhere")
+    with pytest.raises(DataError, match="broken symbolic link"):
+        ImageNet64.of(tmp_path)

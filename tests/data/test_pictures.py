@@ -1,5 +1,6 @@
 """Folders of pictures: any kind and size, decoded by threads, divided by number."""
 
+import os
 import sys
 import threading
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ from transformer_vq.data import pictures
 from transformer_vq.data.images import to_tokens
 from transformer_vq.data.pictures import Pictures, decode
 from transformer_vq.data.source import SPLITS, DataError
+from transformer_vq.errors import MissingExtraError
 
 
 def tokens_of(source, split):
@@ -104,7 +106,7 @@ def test_fewer_than_three_pictures_are_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("no picture")
     with pytest.raises(DataError, match="2, but train, validation and test"):
         Pictures.of(tmp_path)
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         Pictures.of(tmp_path / "0.png")
 
 
@@ -183,8 +185,10 @@ def test_decoding_comes_before_reading(tmp_path):
 
 def test_without_pillow_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(DataError, match=r"pip install 'transformer-vq\[image\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'transformer-vq\[image\]'"):
         Pictures.of(tmp_path)
+    with pytest.raises(MissingExtraError, match=r"pip install 'transformer-vq\[image\]'"):
+        decode(tmp_path / "x.png")
 
 
 def test_a_changed_folder_changes_the_fingerprint(tmp_path):
@@ -193,3 +197,13 @@ def test_a_changed_folder_changes_the_fingerprint(tmp_path):
     assert Pictures.of(tmp_path).fingerprint() == before
     write_pictures(tmp_path, 4)
     assert Pictures.of(tmp_path).fingerprint() != before
+
+
+def test_broken_links_and_pipes_are_skipped_with_a_warning(tmp_path, capsys):
+    write_pictures(tmp_path, 3)
+    (tmp_path / "link.png").symlink_to("nowhere.png")
+    os.mkfifo(tmp_path / "pipe.png")
+    (tmp_path / "link.txt").symlink_to("nowhere.txt")
+    assert len(Pictures.of(tmp_path).files) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "2 entries" in line

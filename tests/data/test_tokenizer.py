@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformer_vq.data import tokenizer as module
 from transformer_vq.data.source import DataError
 from transformer_vq.data.tokenizer import ByteTokenizer, SentencePieceTokenizer
+from transformer_vq.errors import MissingExtraError
 
 VOCAB_SIZE = 400
 EXACT = {"add_dummy_prefix": False, "remove_extra_whitespaces": False}
@@ -144,12 +145,54 @@ def test_without_a_model_tokens_are_bytes(tmp_path):
 def test_a_broken_model_is_named(model_path, tmp_path, keep):
     path = tmp_path / "broken.model"
     path.write_bytes(model_path.read_bytes()[:keep])
-    with pytest.raises(DataError, match=r"broken\.model is no SentencePiece model"):
+    with pytest.raises(DataError, match=r"broken\.model is not a SentencePiece model"):
         SentencePieceTokenizer(path)
 
 
+@pytest.mark.parametrize("error", [RuntimeError(), ValueError(), TypeError(), MemoryError()])
+def test_any_error_of_sentencepiece_is_named(model_path, monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    processor = sentencepiece.SentencePieceProcessor
+    monkeypatch.setattr(processor, "LoadFromSerializedProto", fail)
+    with pytest.raises(DataError, match=r"books\.model is not a SentencePiece model"):
+        SentencePieceTokenizer(model_path)
+
+
+def test_a_model_that_is_not_a_regular_file_is_named(tmp_path):
+    with pytest.raises(DataError, match="neither a regular file nor a folder"):
+        SentencePieceTokenizer(Path("/dev/zero"))
+    with pytest.raises(DataError, match="is a folder"):
+        SentencePieceTokenizer(tmp_path)
+
+
+def test_a_tokenizer_is_loaded_only_with_the_digest_that_was_recorded(learned, tmp_path):
+    learned.save(tmp_path)
+    assert module.load_tokenizer(tmp_path, learned.sha256).sha256 == learned.sha256
+    path = tmp_path / "tokenizer.model"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"tokenizer\.model is corrupt or another vocabulary"):
+        module.load_tokenizer(tmp_path, learned.sha256)
+    path.unlink()
+    with pytest.raises(DataError, match=r"tokenizer\.model does not exist"):
+        module.load_tokenizer(tmp_path, learned.sha256)
+
+
+def test_a_model_that_is_a_broken_link_is_not_replaced_by_bytes(tmp_path):
+    (tmp_path / "tokenizer.model").symlink_to("nowhere")
+    with pytest.raises(DataError, match="broken symbolic link"):
+        module.load_tokenizer(tmp_path)
+
+
+def test_bytes_have_no_digest():
+    assert ByteTokenizer().sha256 is None
+
+
 def test_an_absent_model_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"cannot read the vocabulary .*absent\.model: No such"):
+    with pytest.raises(DataError, match=r"absent\.model does not exist"):
         SentencePieceTokenizer(tmp_path / "absent.model")
 
 
@@ -162,13 +205,13 @@ def test_a_model_must_have_a_bos(tmp_path):
 
 def test_sentencepiece_must_be_installed(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    with pytest.raises(DataError, match=r"pip install 'transformer-vq\[text\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install 'transformer-vq\[text\]'"):
         module.train_sentencepiece([story()], VOCAB_SIZE, tmp_path / "books.model")
 
 
 def test_too_large_a_vocabulary_says_which_is_not(tmp_path):
     text = story(20)
-    with pytest.raises(DataError, match=r"set model\.vocab_size to at most") as caught:
+    with pytest.raises(DataError, match=r"set --model\.vocab-size to at most") as caught:
         module.train_sentencepiece([text], 5000, tmp_path / "books.model")
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
@@ -178,7 +221,7 @@ def test_too_large_a_vocabulary_says_which_is_not(tmp_path):
 
 
 def test_too_small_a_vocabulary_says_which_is_not(tmp_path):
-    with pytest.raises(DataError, match=r"set model\.vocab_size to at least") as caught:
+    with pytest.raises(DataError, match=r"set --model\.vocab-size to at least") as caught:
         module.train_sentencepiece([story()], 100, tmp_path / "books.model")
     smallest = int(str(caught.value).split()[-1])
     module.train_sentencepiece([story()], smallest, tmp_path / "books.model")

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer_vq.data.source import SPLITS, DataError, Piece, stat_of
+from transformer_vq.data.source import (
+    SPLITS,
+    DataError,
+    Piece,
+    check_folder,
+    files_in,
+    reason,
+    stat_of,
+)
 from transformer_vq.data.text import count_words
 from transformer_vq.data.tokenizer import (
     LEARNED_BOS,
@@ -22,7 +30,7 @@ from transformer_vq.data.tokenizer import (
 from transformer_vq.progress import progress_bar
 
 N_THREADS = min(os.cpu_count() or 1, 16)
-LAYOUT = "books lie in train/, validation/ and test/ as <id>.txt"
+LAYOUT = "books must be stored in train/, validation/ and test/ as <id>.txt"
 
 
 @dataclass
@@ -48,8 +56,7 @@ class Books:
     @classmethod
     def of(cls, root: Path, vocab_size: int, tokenizer: Path | None = None) -> Books:
         """vocab_size: of the vocabulary to learn; unused if there is a .model to encode with."""
-        if not root.is_dir():
-            raise DataError(f"there is no folder {root}; data.path must be one where {LAYOUT}")
+        check_folder(root, f"in --data.path {LAYOUT}")
         files = {split: _books_of(root / split) for split in SPLITS}
         n_bytes = sum(_size_of(files[split]) for split in SPLITS)
         if tokenizer is None:
@@ -94,24 +101,26 @@ class Books:
 
 def _books_of(folder: Path) -> list[Path]:
     """Files that are hidden or empty are no books."""
-    if not folder.is_dir():
-        raise DataError(f"there is no folder {folder}: {LAYOUT}")
-    found = [f for f in folder.glob("*.txt") if f.is_file() and not f.name.startswith(".")]
-    books = sorted(f for f in found if f.stat().st_size > 0)
+    check_folder(folder, f"in --data.path {LAYOUT}")
+    found = files_in(folder, recursive=False, wanted=lambda name: name.endswith(".txt"))
+    books = sorted(f for f in found if _size_of([f]) > 0)
     if not books:
-        raise DataError(f"there are no books in {folder}: {LAYOUT}")
+        raise DataError(f"there are no books in {folder}; in --data.path {LAYOUT}")
     return books
 
 
 def _size_of(files: list[Path]) -> int:
-    return sum(file.stat().st_size for file in files)
+    try:
+        return sum(file.stat().st_size for file in files)
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename}: {reason(error)}") from error
 
 
 def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror}") from error
+        raise DataError(f"cannot read {file}: {reason(error)}") from error
 
 
 def _text(file: Path, original: bytes) -> str:

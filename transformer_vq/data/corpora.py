@@ -1,8 +1,8 @@
 """Corpora on disk: tokens in memory-mapped files, made in a stream, reused while nothing changed.
 
 A prepared corpus is a folder with `meta.json` and, per split, `<split>.bin` (the tokens) and
-`<split>.starts.npy` (where documents begin). It is written under another name and renamed, so a
-folder that exists is whole.
+`<split>.starts.npy` (where documents begin). It is written under another name and renamed.
+`meta.json` holds the size and SHA-256 of every other file; see `verification.py`.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,14 +21,17 @@ from transformer_vq.data.books import Books
 from transformer_vq.data.enwik8 import enwik8_source
 from transformer_vq.data.images import ImageNet64
 from transformer_vq.data.pictures import Pictures
-from transformer_vq.data.source import SPLITS, DataError, Source
+from transformer_vq.data.source import SPLITS, DataError, Source, reason
+from transformer_vq.data.temporary import locked, locked_folder_written_whole, move_aside
 from transformer_vq.data.text import ByteFiles, python_sources, text_files
-from transformer_vq.data.tokenizer import Tokenizer, load_tokenizer
-from transformer_vq.files import write_json
-from transformer_vq.progress import progress_bar
+from transformer_vq.data.tokenizer import MODEL_FILE, Tokenizer, load_tokenizer
+from transformer_vq.data.verification import RecordedFile, record_of, remember, verify
+from transformer_vq.files import CorruptFileError, read_verified_json, write_verified_json
+from transformer_vq.progress import progress_bar, warn
 
 LEARNED_VOCABULARY = 32_000
-FORMAT = 1  # raised whenever the same material would give other files
+META = "meta.json"
+FORMAT = 2  # raised whenever the same data would give other files
 
 
 @dataclass(frozen=True)
@@ -66,24 +68,32 @@ class Corpus:
     sha256: str
     """Of all tokens and starts: says whether two corpora are the same."""
     sizes: dict[str, SplitSize]
+    tokenizer_sha256: str | None = None
+    """Of `tokenizer.model`; None if tokens are bytes."""
 
     @classmethod
     def open(cls, folder: Path) -> Corpus:
-        meta = json.loads((folder / "meta.json").read_text())
-        sizes = {name: SplitSize(**size) for name, size in meta.pop("splits").items()}
-        return cls(folder, **meta, sizes=sizes)
+        """Open a prepared corpus and verify its files.
+
+        Raises DataError, in one line, if anything in the folder is not as it was written.
+        """
+        try:
+            return _read(folder)
+        except CorruptFileError as error:
+            raise _unusable(folder, error) from error
 
     def split(self, name: str) -> Split:
         """train, validation or test."""
         if name not in self.sizes:
-            raise ValueError(f"there is no split {name!r}; choose one of {', '.join(SPLITS)}")
-        tokens = np.memmap(self.folder / f"{name}.bin", dtype=_dtype(self.vocab_size), mode="r")
-        starts = np.load(self.folder / f"{name}.starts.npy", mmap_mode="r")
-        return Split(tokens, starts, self.bos, self.sizes[name])
+            raise DataError(f"there is no split {name!r}; choose one of {', '.join(SPLITS)}")
+        try:
+            return _read_split(self, name)
+        except CorruptFileError as error:
+            raise _unusable(self.folder, error) from error
 
     def tokenizer(self) -> Tokenizer:
         """From text to tokens and back."""
-        return load_tokenizer(self.folder)
+        return load_tokenizer(self.folder, self.tokenizer_sha256)
 
 
 def prepare(config: DataConfig, vocab_size: int | None = None) -> Corpus:
@@ -91,60 +101,97 @@ def prepare(config: DataConfig, vocab_size: int | None = None) -> Corpus:
 
     vocab_size: what the model expects, and how large a vocabulary that has to be learned becomes;
     None takes what the material has, and learns one of 32,000.
-    Raises DataError, in one line, for material that is missing, unreadable, empty or unfit.
+    A corrupt corpus is made again, with a warning.
+    Raises DataError, in one line, for data that are missing, unreadable, empty or unsuitable.
     """
     source = find_source(config, vocab_size or LEARNED_VOCABULARY)
     if vocab_size not in (None, source.vocab_size):
         raise DataError(
             f"{config.dataset} has a vocabulary of {source.vocab_size:,} tokens, the model one of "
-            f"{vocab_size:,}; set model.vocab_size to {source.vocab_size}"
+            f"{vocab_size:,}; set --model.vocab-size to {source.vocab_size}"
         )
-    made_from = json.dumps([FORMAT, config.dataset, source.vocab_size, source.fingerprint()])
+    fingerprint = source.fingerprint()
+    made_from = json.dumps([FORMAT, config.dataset, source.vocab_size, fingerprint])
     digest = hashlib.sha256(made_from.encode()).hexdigest()[:16]
-    folder = Path(config.cache).expanduser() / f"{config.dataset}-{digest}"
-    if not (folder / "meta.json").is_file():
-        _make(source, config.dataset, folder)
-    return Corpus.open(folder)
+    folder = _expanded(config.cache, "--data.cache") / f"{config.dataset}-{digest}"
+    corpus = _find(folder)
+    if corpus is None:
+        _make(source, fingerprint, config.dataset, folder)
+        corpus = Corpus.open(folder)
+    return corpus
 
 
 def find_source(config: DataConfig, vocab_size: int) -> Source:
     """The material that `config` names."""
-    path = None if config.path is None else Path(config.path).expanduser()
+    path = None if config.path is None else _expanded(config.path, "--data.path")
     if config.dataset == "text":
         root, files = python_sources() if path is None else (path, text_files(path))
         return ByteFiles.of(root, files)
     if config.dataset == "enwik8":
-        return enwik8_source(path, Path(config.cache).expanduser())
+        return enwik8_source(path, _expanded(config.cache, "--data.cache"))
     if path is None:
-        raise DataError(f"{config.dataset} is not downloaded here; give its folder as data.path")
+        raise DataError(f"{config.dataset} is not downloaded here; give its folder as --data.path")
     if config.dataset == "pg19":
-        return Books.of(path, vocab_size, Path(config.tokenizer) if config.tokenizer else None)
+        tokenizer = config.tokenizer
+        given = None if tokenizer is None else _expanded(tokenizer, "--data.tokenizer")
+        return Books.of(path, vocab_size, given)
     return ImageNet64.of(path) if config.dataset == "imagenet64" else Pictures.of(path)
 
 
-def _make(source: Source, dataset: str, folder: Path) -> None:
+def _expanded(path: str, option: str) -> Path:
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise DataError(
+            f"{option} {path}: there is no such home folder; give a full path"
+        ) from error
+
+
+def _find(folder: Path) -> Corpus | None:
+    """Return the corpus in a folder, if any; a corrupt one is moved out of the way."""
+    if not os.path.lexists(folder):
+        return None
+    try:
+        return _read(folder)
+    except CorruptFileError:
+        pass
+    try:
+        with locked(folder.parent):
+            try:
+                return _read(folder)  # another process may just have replaced it
+            except CorruptFileError as error:
+                if os.path.lexists(folder):
+                    warn(f"{folder} is corrupt ({error}); preparing it again")
+                    move_aside(folder)
+    except OSError as error:
+        why = f"is corrupt and cannot be replaced: {reason(error)}"
+        raise DataError(f"{folder} {why}; delete it or use another --data.cache") from error
+    return None
+
+
+def _make(source: Source, fingerprint: list[object], dataset: str, folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        with locked_folder_written_whole(folder) as partial:
+            source.setup(partial)
+            _write(source, dataset, partial)
+            if source.fingerprint() != fingerprint:
+                raise DataError(
+                    f"the files of {dataset} changed while they were read; run it again"
+                )
     except OSError as error:
-        raise DataError(f"cannot write to {folder.parent} ({error}); set data.cache") from error
-    try:
-        source.setup(partial)
-        _write(source, dataset, partial)
-        os.replace(partial, folder)
-    except OSError as error:
-        if not (folder / "meta.json").is_file():  # else another process was faster
-            raise DataError(f"cannot write the corpus to {folder.parent}: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not os.path.lexists(folder):  # else another process was faster
+            why = f"cannot write to {folder.parent}: {reason(error)}"
+            raise DataError(f"{why}; free disk space or use another --data.cache") from error
 
 
 def _write(source: Source, dataset: str, folder: Path) -> None:
-    splits, digest, dtype = {}, hashlib.sha256(), _dtype(source.vocab_size)
+    splits, files = {}, {}
+    digest, dtype = hashlib.sha256(), _dtype(source.vocab_size)
     with progress_bar(f"preparing {dataset}", source.n_bytes, "B") as advance:
         for name in SPLITS:
             starts, n_tokens, n_bytes, n_words = [], 0, 0, 0
-            with open(folder / f"{name}.bin", "wb") as file:
+            with RecordedFile(folder / f"{name}.bin") as file:
                 for piece in source.pieces(name):
                     if piece.begins:
                         starts.append(n_tokens)
@@ -155,23 +202,82 @@ def _write(source: Source, dataset: str, folder: Path) -> None:
                     n_bytes += piece.n_bytes
                     n_words += piece.n_words
                     advance(piece.n_bytes)
+            files[f"{name}.bin"] = file.record
             if n_tokens == 0:
                 raise DataError(
                     f"the {name} split of {dataset} would be empty: {source.n_bytes:,} bytes are "
                     "too few to be divided into train, validation and test"
                 )
             digest.update(np.array(starts, dtype=np.int64).tobytes())
-            np.save(folder / f"{name}.starts.npy", np.array(starts, dtype=np.int64))
+            with RecordedFile(folder / f"{name}.starts.npy") as file:
+                np.save(file, np.array(starts, dtype=np.int64))
+            files[f"{name}.starts.npy"] = file.record
             words = n_words if source.has_words else None
             splits[name] = asdict(SplitSize(n_tokens, len(starts), n_bytes, words))
+    for path in sorted(folder.iterdir()):  # what `setup` has written
+        if path.name not in files:
+            files[path.name] = record_of(path)
     meta = {
+        "format": FORMAT,
         "dataset": dataset,
         "vocab_size": source.vocab_size,
         "bos": source.bos,
-        "sha256": digest.hexdigest(),
+        "tokens_sha256": digest.hexdigest(),
         "splits": splits,
+        "files": files,
     }
-    write_json(folder / "meta.json", meta)
+    write_verified_json(folder / META, meta)
+    remember(folder, files)
+
+
+def _read(folder: Path) -> Corpus:
+    """Raises CorruptFileError if anything is not as `_write` left it."""
+    meta = read_verified_json(folder / META)
+    if meta.get("format") != FORMAT:
+        raise CorruptFileError(f"{folder / META} was written by another version")
+    try:
+        corpus = _corpus_of(folder, meta)
+        verify(folder, meta["files"])
+    except CorruptFileError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CorruptFileError(f"{folder / META} does not describe a corpus") from error
+    return corpus
+
+
+def _corpus_of(folder: Path, meta: dict[str, Any]) -> Corpus:
+    sizes = {name: SplitSize(**meta["splits"][name]) for name in SPLITS}
+    vocab_size, bos, files = meta["vocab_size"], meta["bos"], meta["files"]
+    for name, size in sizes.items():
+        n_bytes = size.tokens * np.dtype(_dtype(vocab_size)).itemsize
+        is_consistent = files[f"{name}.bin"]["size"] == n_bytes and f"{name}.starts.npy" in files
+        if not (is_consistent and 0 < size.documents <= size.tokens and 0 <= bos < vocab_size):
+            raise ValueError(f"the sizes of {name} contradict each other")
+    tokenizer = files[MODEL_FILE]["sha256"] if MODEL_FILE in files else None
+    return Corpus(folder, meta["dataset"], vocab_size, bos, meta["tokens_sha256"], sizes, tokenizer)
+
+
+def _read_split(corpus: Corpus, name: str) -> Split:
+    """Checks whatever is cheap to check, since tokens are used without another look."""
+    size, path = corpus.sizes[name], corpus.folder / f"{name}.starts.npy"
+    try:
+        tokens = np.memmap(path.with_name(f"{name}.bin"), _dtype(corpus.vocab_size), mode="r")
+        starts = np.load(path, mmap_mode="r")
+    except Exception as error:  # numpy raises errors of many kinds for corrupt headers
+        raise CorruptFileError(f"cannot read its {name} split: {reason(error)}") from error
+    if len(tokens) != size.tokens:
+        raise CorruptFileError(f"{name}.bin has {len(tokens):,} tokens instead of {size.tokens:,}")
+    if not isinstance(starts, np.ndarray) or starts.dtype != np.int64 or starts.ndim != 1:
+        raise CorruptFileError(f"{path.name} is not a one-dimensional array of int64")
+    if len(starts) != size.documents or starts[0] != 0 or starts[-1] >= size.tokens:
+        raise CorruptFileError(f"{path.name} does not fit {name}.bin")
+    if not (starts[1:] > starts[:-1]).all():
+        raise CorruptFileError(f"{path.name} is not in ascending order")
+    return Split(tokens, starts, corpus.bos, size)
+
+
+def _unusable(folder: Path, error: CorruptFileError) -> DataError:
+    return DataError(f"{folder} is not a usable corpus ({error}); delete it and prepare it again")
 
 
 def _dtype(vocab_size: int) -> type[np.unsignedinteger]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import os
 from dataclasses import replace
@@ -10,8 +9,9 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from transformer_vq.data.source import DataError
+from transformer_vq.data.source import DataError, kind_of
 from transformer_vq.data.text import CHUNK, ByteFiles
+from transformer_vq.files import CorruptFileError, file_digest
 from transformer_vq.progress import progress_bar, warn
 
 URL = "http://mattmahoney.net/dc/enwik8.zip"
@@ -40,49 +40,56 @@ def enwik8_source(path: Path | None, cache: Path) -> ByteFiles:
 
 
 def download(cache: Path, url: str = URL, size: int = ZIP_SIZE, sha256: str = ZIP_SHA256) -> Path:
-    """Fetch the zip file, unless it is there; goes on where an earlier download stopped."""
+    """Fetch the zip file unless an intact copy exists; resumes an earlier download.
+
+    A corrupt copy is replaced, with a warning.
+    """
     target = _downloaded(cache)
-    if target.is_file() and target.stat().st_size == size:
+    if _is_intact(target, sha256):
         return target
+    if os.path.lexists(target):
+        warn(f"{target} is not the published enwik8.zip; downloading it again")
     partial = target.with_name(f"{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _fetch(url, partial, size)
-        with open(partial, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = file_digest(partial)
         if digest == sha256:
             os.replace(partial, target)
             return target
         partial.unlink()
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, CorruptFileError, http.client.HTTPException) as error:
         if isinstance(error, HTTPError):
             error.close()  # it holds the connection
         why = str(error) or type(error).__name__
         raise DataError(
-            f"cannot fetch {url}: {why}; run it again to go on where it stopped, or give a local "
-            "file by data.path"
+            f"cannot download {url}: {why}; run it again to resume, or give a local file as "
+            "--data.path"
         ) from error
     raise DataError(
-        f"{url} sent another file than enwik8.zip (sha256 {digest}); it was removed, run it again "
-        "or give a local file by data.path"
+        f"{url} is not the published enwik8.zip (SHA-256 {digest}); it was deleted, run it again "
+        "or give a local file as --data.path"
     )
 
 
 def _find(path: Path | None, cache: Path) -> Path:
     if path is None:
         file = _downloaded(cache)
-        if not file.is_file():
+        if not os.path.lexists(file):
             raise DataError(
-                "enwik8 is not here; fetch it with `tvq prepare enwik8`, or give data.path"
+                "enwik8 is not downloaded; run `tvq prepare enwik8` or give a file as --data.path"
             )
+        if not _is_intact(file, ZIP_SHA256):
+            fix = "delete it and run `tvq prepare enwik8`"
+            raise DataError(f"{file} is not the published enwik8.zip, it may be corrupt; {fix}")
         return file
-    if path.is_file():
+    if kind_of(path, "--data.path must be enwik8 or enwik8.zip") == "file":
         return path
-    if not path.is_dir():
-        raise DataError(f"{path} does not exist; data.path must be enwik8 or enwik8.zip")
     found = [path / name for name in NAMES if (path / name).is_file()]
     if not found:
-        raise DataError(f"there is neither enwik8 nor enwik8.zip in {path}; give another data.path")
+        raise DataError(
+            f"there is neither enwik8 nor enwik8.zip in {path}; give another --data.path"
+        )
     return found[0]
 
 
@@ -90,8 +97,17 @@ def _downloaded(cache: Path) -> Path:
     return cache / "downloads" / "enwik8.zip"
 
 
+def _is_intact(file: Path, sha256: str) -> bool:
+    try:
+        return file.is_file() and file_digest(file) == sha256
+    except (OSError, CorruptFileError):
+        return False
+
+
 def _fetch(url: str, partial: Path, size: int) -> None:
     """Append what is missing; a server that cannot begin in the middle sends all again."""
+    if partial.is_symlink() or not partial.is_file():
+        partial.unlink(missing_ok=True)  # nothing is ever written through a link
     done = partial.stat().st_size if partial.is_file() else 0
     if done >= size:
         return
@@ -100,7 +116,7 @@ def _fetch(url: str, partial: Path, size: int) -> None:
         resumed = response.status == http.client.PARTIAL_CONTENT
         done = done if resumed else 0
         with (
-            open(partial, "ab" if resumed else "wb") as file,
+            open(partial, "ab" if resumed else "wb", opener=_open_no_link) as file,
             progress_bar("downloading enwik8", size, "B", done) as advance,
         ):
             while done < size and (data := response.read(CHUNK)):
@@ -109,3 +125,7 @@ def _fetch(url: str, partial: Path, size: int) -> None:
                 advance(len(data))
     if done < size:
         raise OSError(f"the connection closed after {done:,} of {size:,} bytes")
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)

@@ -5,8 +5,8 @@ Downsampled ImageNet in the npz batches it is published in.
 
 from __future__ import annotations
 
+import warnings
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +15,15 @@ from typing import IO
 
 import numpy as np
 
-from transformer_vq.data.source import DataError, Piece, stat_of
+from transformer_vq.data.source import (
+    READ_ERRORS,
+    DataError,
+    Piece,
+    check_folder,
+    kind_of,
+    reason,
+    stat_of,
+)
 from transformer_vq.progress import warn
 
 SIDE = 64
@@ -23,7 +31,6 @@ N_TOKENS = 3 * SIDE * SIDE
 CHUNK = 256  # pictures read at once from an npz file
 FULL_TRAIN, FULL_TEST = 1_281_167, 50_000  # pictures of the whole ImageNet64
 PAPER_TRAIN = 1_200_000  # the first ones, on which the paper trains; the rest is validation
-_READ_ERRORS = (OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 
 
 def to_tokens(pictures: np.ndarray) -> np.ndarray:
@@ -63,7 +70,7 @@ class ImageNet64:
     @classmethod
     def of(cls, root: Path) -> ImageNet64:
         """A folder with `train_data_batch_1.npz` and so on and `val_data.npz`."""
-        check_folder(root, "the npz files of ImageNet64")
+        check_folder(root, "--data.path must be the folder of the npz files of ImageNet64")
         numbered = [(f.stem.rpartition("_")[2], f) for f in root.glob("train_data_batch_*.npz")]
         batches = sorted((int(number), file) for number, file in numbered if number.isdecimal())
         official = root / "val_data.npz"
@@ -121,26 +128,34 @@ def _count(path: Path) -> int:
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[IO[bytes], int]]:
     """The array `data` of an npz file from its first byte on, and the number of its pictures."""
+    fix = "copy or download it again"
     try:
+        if kind_of(path, fix) != "file":
+            raise DataError(f"{path} is a folder, not an npz file; {fix}")
         with zipfile.ZipFile(path) as archive:
             if "data.npy" not in archive.namelist():
-                raise DataError(f"{path} holds no array `data`: it is no file of ImageNet64")
+                raise DataError(f"{path} has no array `data`; it is not a file of ImageNet64")
             with archive.open("data.npy") as file:
-                yield file, _read_header(file, path)
-    except _READ_ERRORS as error:
-        why = str(error) or type(error).__name__
-        raise DataError(f"cannot read {path}: {why}; copy or fetch it again") from error
+                n_pictures = _read_header(file, path)
+                if file.tell() + n_pictures * N_TOKENS != archive.getinfo("data.npy").file_size:
+                    raise EOFError("its array does not have the size that its header gives")
+                yield file, n_pictures
+    except DataError:
+        raise
+    except READ_ERRORS as error:
+        raise DataError(f"cannot read {path}: {reason(error)}; {fix}") from error
 
 
 def _read_header(file: IO[bytes], path: Path) -> int:
     """How many pictures follow."""
     try:
-        if np.lib.format.read_magic(file) == (1, 0):
-            shape, in_columns, dtype = np.lib.format.read_array_header_1_0(file)
-        else:
-            shape, in_columns, dtype = np.lib.format.read_array_header_2_0(file)
-    except ValueError as error:
-        raise EOFError("the header of its array is broken") from error
+        with warnings.catch_warnings(action="ignore"):  # about files written by Python 2
+            if np.lib.format.read_magic(file) == (1, 0):
+                shape, in_columns, dtype = np.lib.format.read_array_header_1_0(file)
+            else:
+                shape, in_columns, dtype = np.lib.format.read_array_header_2_0(file)
+    except Exception as error:  # a header is a Python literal: numpy raises what its parser does
+        raise EOFError("the header of its array is corrupt") from error
     if dtype != np.uint8 or shape[1:] != (N_TOKENS,) or in_columns:
         order = " in column order" if in_columns else ""
         raise DataError(
@@ -148,12 +163,6 @@ def _read_header(file: IO[bytes], path: Path) -> int:
             "64x64 pictures does; other sizes are not supported"
         )
     return int(shape[0])
-
-
-def check_folder(root: Path, of_what: str) -> None:
-    """Refuse anything but a folder."""
-    if not root.is_dir():
-        raise DataError(f"{root} is no folder; data.path must be the folder of {of_what}")
 
 
 def split_range(split: str, edges: tuple[int, int], total: int) -> tuple[int, int]:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer_vq.data.images import N_TOKENS, SIDE, check_folder, split_range
-from transformer_vq.data.source import DataError, Piece, stat_of
-from transformer_vq.data.text import hidden, mixed
+from transformer_vq.data.images import N_TOKENS, SIDE, split_range
+from transformer_vq.data.source import DataError, Piece, check_folder, files_in, reason, stat_of
+from transformer_vq.data.text import mixed
+from transformer_vq.errors import missing_extra
 from transformer_vq.progress import progress_bar, warn
 
 HELD_OUT_SHARE = 0.05  # of all pictures, for validation and again for test
@@ -38,10 +39,10 @@ class Pictures:
     @classmethod
     def of(cls, root: Path) -> Pictures:
         """All files whose names end as those of Pillow's formats do; hidden ones are left out."""
-        check_folder(root, "pictures")
+        check_folder(root, "--data.path must be a folder of images")
         endings = _picture_endings()
-        files = [f for f in root.rglob("*") if f.suffix.lower() in endings and f.is_file()]
-        files = mixed(root, [f for f in files if not hidden(f.relative_to(root))])
+        found = files_in(root, wanted=lambda name: Path(name).suffix.lower() in endings)
+        files = mixed(root, found)
         _check_enough(len(files), root)
         return cls(root, tuple(files))
 
@@ -93,8 +94,10 @@ def decode(path: Path) -> np.ndarray:
 
     Note: pictures of a size that Pillow takes for an attack are refused.
     """
-    from PIL import Image, ImageOps
-
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise missing_extra("decoding images", "Pillow", "image") from None
     with Image.open(path) as opened:
         picture: Image.Image = ImageOps.exif_transpose(opened)
         if picture.mode.startswith("I"):  # 16 bits a pixel, which would be cut off at 255
@@ -121,14 +124,14 @@ def _decode_or_reason(file: Path) -> np.ndarray | str:
     try:
         return decode(file)
     except Exception as error:  # broken files make Pillow raise errors of almost any kind
-        return str(error) or type(error).__name__
+        return reason(error)
 
 
 def _picture_endings() -> set[str]:
     try:
         from PIL import Image
-    except ImportError as error:
-        raise DataError("pictures need Pillow: pip install 'transformer-vq[image]'") from error
+    except ImportError:
+        raise missing_extra("decoding images", "Pillow", "image") from None
     return {end for end, kind in Image.registered_extensions().items() if kind in Image.OPEN}
 
 

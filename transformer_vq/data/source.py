@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import lzma
+import os
+import stat
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
+from transformer_vq.errors import UserError
+from transformer_vq.progress import warn
+
 SPLITS = ("train", "validation", "test")
 
+READ_ERRORS = (
+    *(OSError, EOFError, RuntimeError, ValueError, LookupError, ArithmeticError, MemoryError),
+    *(struct.error, lzma.LZMAError, zipfile.BadZipFile, zlib.error),
+)
+"""What Python's own readers raise for corrupt or unsupported files. Catch DataError before them."""
 
-class DataError(ValueError):
-    """Material that is missing, unreadable or unfit; the message says how to mend it."""
+
+class DataError(UserError):
+    """Data that are missing, unreadable or unsuitable; the message names the fix."""
 
 
 @dataclass(frozen=True)
@@ -61,5 +76,65 @@ class Source(Protocol):
 
 def stat_of(path: Path, root: Path) -> list[object]:
     """Name, size and time of a file: what says that it has not changed."""
-    stat = path.stat()
-    return [str(path.relative_to(root)), stat.st_size, stat.st_mtime_ns]
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {reason(error)}") from error
+    return [str(path.relative_to(root)), status.st_size, status.st_mtime_ns]
+
+
+def reason(error: Exception) -> str:
+    """Return why something failed, in one line."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(str(text).split())
+
+
+def kind_of(path: Path, fix: str) -> Literal["file", "folder"]:
+    """Return what a path is. Raises DataError, ending with `fix`, for anything else.
+
+    Devices and pipes are rejected before they are opened: reading them may never end.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        what = "is a broken symbolic link" if path.is_symlink() else "does not exist"
+        raise DataError(f"{path} {what}; {fix}") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {reason(error)}; {fix}") from error
+    if stat.S_ISREG(mode):
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "folder"
+    raise DataError(f"{path} is neither a regular file nor a folder; {fix}")
+
+
+def check_folder(path: Path, fix: str) -> None:
+    """Raise DataError, ending with `fix`, unless a path is a folder."""
+    if kind_of(path, fix) != "folder":
+        raise DataError(f"{path} is not a folder; {fix}")
+
+
+def files_in(
+    folder: Path, recursive: bool = True, wanted: Callable[[str], bool] = lambda name: True
+) -> list[Path]:
+    """Return the regular files in a folder whose name is `wanted`, except hidden ones.
+
+    Warns about pipes, devices and broken symbolic links. Raises DataError if a folder cannot be
+    listed, because its files would be missing without notice.
+    """
+
+    def fail(error: OSError) -> None:
+        raise DataError(f"cannot list the folder {error.filename}: {reason(error)}") from error
+
+    found: list[Path] = []
+    skipped: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if recursive and not name.startswith(".")]
+        for name in names:
+            if not name.startswith(".") and wanted(name):
+                path = Path(parent, name)
+                (found if os.path.isfile(path) else skipped).append(path)
+    if skipped:
+        what = f"{len(skipped):,} entries of {folder} are not regular files and are skipped"
+        warn(f"{what}, for example {min(skipped)}")
+    return found

@@ -5,25 +5,35 @@ from __future__ import annotations
 import bz2
 import gzip
 import hashlib
+import json
 import lzma
 import os
 import sysconfig
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from transformer_vq.data.source import DataError, Piece, stat_of
+from transformer_vq.data.source import (
+    READ_ERRORS,
+    DataError,
+    Piece,
+    files_in,
+    kind_of,
+    reason,
+    stat_of,
+)
 
 CHUNK = 1 << 20
 TRAIN_SHARE, VALIDATION_SHARE = 0.90, 0.05
 _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-# RuntimeError: a zip file with a password, or packed in a way that Python does not know
-_READ_ERRORS = (OSError, EOFError, RuntimeError, lzma.LZMAError, zipfile.BadZipFile, zlib.error)
+_PACKED = (".zip", ".zst", *_OPENERS)
+_STRUCTURED = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
+_MAX_LINE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class ByteFiles:
         total = sum(size for _, size in sized)
         if total == 0:
             what = f"{root} is empty" if root.is_file() else f"there is no text below {root}"
-            raise DataError(f"{what}: nothing to learn from; give another data.path")
+            raise DataError(f"{what}: nothing to learn from; give another --data.path")
         if edges is None:
             test = round(total * (TRAIN_SHARE + VALIDATION_SHARE))
             edges = (round(total * TRAIN_SHARE), test)
@@ -74,21 +84,19 @@ class ByteFiles:
         for file, size in zip(self.files, self.sizes, strict=True):
             first, last = max(low - start, 0), min(high - start, size)
             if first < last:
-                yield from _read(file, first, last)
+                yield from _read(file, first, last, is_end=last == size)
             start += size
 
 
 def text_files(path: Path) -> list[Path]:
     """The file itself, or all files below a folder in an order that mixes them but never changes.
 
-    Hidden files are left out.
+    Hidden files are left out. Raises DataError for files that are not plain text, such as JSONL.
     """
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise DataError(f"{path} does not exist; data.path must be a file or a folder of text")
-    files = [f for f in path.rglob("*") if f.is_file()]
-    return mixed(path, [f for f in files if not hidden(f.relative_to(path))])
+    is_file = kind_of(path, "--data.path must be a file or a folder of text") == "file"
+    files = [path] if is_file else mixed(path, files_in(path))
+    _reject_structured(files, is_file)
+    return files
 
 
 def python_sources() -> tuple[Path, list[Path]]:
@@ -102,11 +110,6 @@ def python_sources() -> tuple[Path, list[Path]]:
 def mixed(root: Path, files: list[Path]) -> list[Path]:
     """Ordered by a hash of the name, so that every split gets files of every kind."""
     return sorted(files, key=lambda f: hashlib.sha256(_name(f.relative_to(root))).digest())
-
-
-def hidden(path: Path) -> bool:
-    """Whether its name, or that of a folder above it, begins with a dot."""
-    return any(part.startswith(".") for part in path.parts)
 
 
 def count_words(data: bytes, in_word: bool = False) -> tuple[int, bool]:
@@ -124,20 +127,54 @@ def count_words(data: bytes, in_word: bool = False) -> tuple[int, bool]:
 
 def unpacked_size(path: Path) -> int:
     """How many bytes a file has, once it is unpacked if its name says that it is packed."""
-    if path.suffix not in (".zip", *_OPENERS):
-        return path.stat().st_size
     try:
+        if path.suffix.lower() not in (".zip", *_OPENERS):
+            return path.stat().st_size
         with _open(path) as file:
             size = 0
             while data := file.read(CHUNK):
                 size += len(data)
             return size
-    except _READ_ERRORS as error:
+    except READ_ERRORS as error:
         raise _unreadable(path, error) from error
 
 
-def _read(path: Path, first: int, last: int) -> Iterator[Piece]:
-    """Bytes first to last of a file, as one document."""
+def _reject_structured(files: list[Path], is_single: bool) -> None:
+    """Reject files that keep text in fields: their raw bytes are not what a user wants to learn.
+
+    JSON files in a folder are allowed, since they are part of many source trees.
+    """
+    endings = (*_STRUCTURED, ".json") if is_single else _STRUCTURED
+    for file in sorted(files):
+        stem, ending = os.path.splitext(file.name.lower())
+        if ending in _PACKED:
+            ending = os.path.splitext(stem)[1]
+        if ending in endings:
+            what = f"a {ending[1:].upper()} file"
+        elif is_single and _has_json_lines(file):
+            what = "a JSONL file by its content"
+        else:
+            continue
+        fix = "extract the text into .txt files and pass their folder as --data.path"
+        raise DataError(f"{file} is {what}, a format that is not supported; {fix}")
+
+
+def _has_json_lines(path: Path) -> bool:
+    """Whether the first two lines that are not empty are JSON objects."""
+    try:
+        with _open(path) as file:
+            lines = (line for line in iter(lambda: file.readline(_MAX_LINE), b"") if line.strip())
+            head = list(islice(lines, 2))
+    except READ_ERRORS as error:
+        raise _unreadable(path, error) from error
+    try:
+        return len(head) == 2 and all(isinstance(json.loads(line), dict) for line in head)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _read(path: Path, first: int, last: int, is_end: bool) -> Iterator[Piece]:
+    """Bytes first to last of a file, as one document; `is_end`: nothing may follow them."""
     in_word = False
     position = first
     try:
@@ -151,25 +188,29 @@ def _read(path: Path, first: int, last: int) -> Iterator[Piece]:
                 tokens = np.frombuffer(data, dtype=np.uint8)
                 yield Piece(tokens, position == first, len(data), n_words)
                 position += len(data)
-    except _READ_ERRORS as error:
+            if is_end and file.read(1):
+                raise EOFError("it has grown while it was read")
+    except READ_ERRORS as error:
         raise _unreadable(path, error) from error
 
 
 def _open(path: Path) -> IO[bytes]:
     """The bytes of a file, unpacked if its name says that it is packed."""
-    if path.suffix == ".zip":
+    if path.suffix.lower() == ".zip":
         archive = zipfile.ZipFile(path)
         names = [name for name in archive.namelist() if not name.endswith("/")]
         if len(names) != 1:
+            archive.close()
             raise zipfile.BadZipFile(f"it holds {len(names)} files instead of one")
         return archive.open(names[0])
-    opened: IO[bytes] = _OPENERS.get(path.suffix, open)(path, "rb")
+    opened: IO[bytes] = _OPENERS.get(path.suffix.lower(), open)(path, "rb")
     return opened
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
-    why = str(error) or type(error).__name__
-    return DataError(f"cannot read {path}: {why}; it may be incomplete, copy or fetch it again")
+    return DataError(
+        f"cannot read {path}: {reason(error)}; it may be incomplete, copy or fetch it again"
+    )
 
 
 def _name(path: Path) -> bytes:

@@ -19,8 +19,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformer_vq.data.source import DataError
-from transformer_vq.files import written_whole
+from transformer_vq.data.source import DataError, kind_of, reason
+from transformer_vq.errors import missing_extra
+from transformer_vq.files import PARTIAL, written_whole
 from transformer_vq.progress import progress_bar
 
 MODEL_FILE = "tokenizer.model"
@@ -56,6 +57,10 @@ class Tokenizer(Protocol):
     vocab_size: int
     bos: int
 
+    @property
+    def sha256(self) -> str | None:
+        """Identifies a learned vocabulary; None for bytes, which are always the same."""
+
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without bos."""
 
@@ -71,6 +76,7 @@ class ByteTokenizer:
 
     vocab_size = 256
     bos = 0
+    sha256 = None
 
     @property
     def pieces(self) -> list[str]:
@@ -91,25 +97,26 @@ class SentencePieceTokenizer:
     """The pieces of a SentencePiece model.
 
     Decoding is exact for vocabularies learned here; others may alter a text, by putting a space
-    before it for instance.
+    before it for instance. sha256: that of the file, if it is known; any other raises DataError.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sha256: str | None = None) -> None:
         self._model = _sentencepiece().SentencePieceProcessor()
+        self._file = _read(path)
+        if sha256 not in (None, self.sha256):
+            raise DataError(f"{path} is corrupt or another vocabulary: its SHA-256 does not match")
         try:
-            self._file = path.read_bytes()
             self._model.LoadFromSerializedProto(self._file)
-        except OSError as error:
-            raise DataError(f"cannot read the vocabulary {path}: {error.strerror}") from error
-        except RuntimeError as error:
-            raise DataError(f"{path} is no SentencePiece model, or not a whole one") from error
-        self.vocab_size = int(self._model.get_piece_size())
-        self.bos = int(self._model.bos_id())
+            self.vocab_size = int(self._model.get_piece_size())
+            self.bos = int(self._model.bos_id())
+            self._texts = [_text_of(self._model, token) for token in range(self.vocab_size)]
+            self._byte_tokens = _byte_tokens(self._model)
+            self._by_line = _lines_stand_alone(self._model)
+        except Exception as error:  # corrupt files make SentencePiece raise errors of many kinds
+            why = "is not a SentencePiece model, or it is corrupt"
+            raise DataError(f"{path} {why}; copy it again") from error
         if self.bos < 0:
             raise DataError(f"{path} has no bos piece; train it with one (its option bos_id)")
-        self._texts = [_text_of(self._model, token) for token in range(self.vocab_size)]
-        self._byte_tokens = _byte_tokens(self._model)
-        self._by_line = _lines_stand_alone(self._model)
 
     @property
     def sha256(self) -> str:
@@ -142,10 +149,15 @@ class SentencePieceTokenizer:
         return list(chain.from_iterable(self._model.encode(parts, num_threads=1)))
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that was saved in a folder; bytes, if there is none."""
+def load_tokenizer(folder: Path, sha256: str | None = None) -> Tokenizer:
+    """The tokenizer that was saved in a folder; bytes, if there is none.
+
+    sha256: of the tokenizer that was saved, if it is known; any other raises DataError.
+    """
     path = folder / MODEL_FILE
-    return SentencePieceTokenizer(path) if path.is_file() else ByteTokenizer()
+    if sha256 is None and not os.path.lexists(path):
+        return ByteTokenizer()
+    return SentencePieceTokenizer(path, sha256)
 
 
 def train_sentencepiece(
@@ -158,7 +170,7 @@ def train_sentencepiece(
     """
     _sentencepiece()
     share = min(1.0, MAX_CHARS / max(n_chars, 1))
-    with tempfile.TemporaryDirectory(prefix=".vocabulary-", dir=model_path.parent) as folder:
+    with tempfile.TemporaryDirectory(PARTIAL, ".vocabulary-", model_path.parent) as folder:
         with open(f"{folder}/text", "w", encoding="utf-8", newline="\n") as file:
             for text in texts:
                 file.writelines(_some_lines(text, share))
@@ -210,9 +222,9 @@ def _follow(log: Iterable[str], vocab_size: int) -> str:
 def _failure(last_line: str, code: int, vocab_size: int) -> DataError:
     reason = last_line or "SentencePiece did not say why"
     if found := re.search(r"Vocabulary size too high .* <= (\d+)", last_line):
-        reason = f"there is too little text; set model.vocab_size to at most {found[1]}"
+        reason = f"there is too little text; set --model.vocab-size to at most {found[1]}"
     elif found := re.search(r"smaller than required_chars\. \d+ vs (\d+)", last_line):
-        reason = f"bytes and characters need more; set model.vocab_size to at least {found[1]}"
+        reason = f"bytes and characters need more; set --model.vocab-size to at least {found[1]}"
     elif "sentences_.empty()" in last_line:
         reason = "there is no text"
     elif code < 0:
@@ -225,9 +237,19 @@ def _sentencepiece() -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # some versions cause them
             import sentencepiece
-    except ImportError as error:
-        raise DataError("books need sentencepiece: pip install 'transformer-vq[text]'") from error
+    except ImportError:
+        feature = "a SentencePiece vocabulary"
+        raise missing_extra(feature, "sentencepiece", "text") from None
     return sentencepiece
+
+
+def _read(path: Path) -> bytes:
+    if kind_of(path, "give a SentencePiece .model file") != "file":
+        raise DataError(f"{path} is a folder; give a SentencePiece .model file")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read the vocabulary {path}: {reason(error)}") from error
 
 
 def _utf8(text: str) -> bytes:

@@ -1,0 +1,112 @@
+"""Temporary folders: deleted when their process was killed, kept while it is running."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from transformer_vq.config import DataConfig
+from transformer_vq.data import temporary
+from transformer_vq.data.corpora import prepare
+
+CONTENT = b"".join(b"%d green bottles\n" % i for i in range(50))
+# Prepares a text, and blocks in the middle of it until it is killed.
+BLOCKED = """
+import sys, time
+from transformer_vq.config import DataConfig
+from transformer_vq.data import corpora
+
+def block(source, dataset, folder):
+    (folder / ".vocabulary-x.partial").mkdir()
+    (folder / "train.bin").write_bytes(b"half of it")
+    print(folder, flush=True)
+    time.sleep(600)
+
+corpora._write = block
+corpora.prepare(DataConfig(path=sys.argv[1], cache=sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def text(tmp_path):
+    """The config of a text file."""
+    (tmp_path / "text").write_bytes(CONTENT)
+    return DataConfig(path=str(tmp_path / "text"), cache=str(tmp_path / "cache"))
+
+
+def prepare_other(text, tmp_path, name):
+    """Prepare another text in the same cache; returns the name of its folder."""
+    (tmp_path / name).write_bytes(CONTENT)
+    return prepare(DataConfig(path=str(tmp_path / name), cache=text.cache)).folder.name
+
+
+def test_leftovers_are_deleted_once_their_process_is_killed(text, tmp_path):
+    command = [sys.executable, "-c", BLOCKED, text.path, text.cache]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            folder = process.stdout.readline().strip()
+            first = prepare_other(text, tmp_path, "1")
+            assert set(os.listdir(text.cache)) == {first, os.path.basename(folder)}
+            assert set(os.listdir(folder)) == {".vocabulary-x.partial", "train.bin"}
+        finally:
+            process.send_signal(signal.SIGKILL)
+    assert os.path.isdir(folder)
+    second = prepare_other(text, tmp_path, "2")
+    assert set(os.listdir(text.cache)) == {first, second}
+
+
+def test_a_temporary_folder_in_use_is_kept(tmp_path):
+    corpus = tmp_path / "text-0123456789abcdef"
+    other = tmp_path / "text-fedcba9876543210"
+    with temporary.locked_folder_written_whole(corpus) as live:
+        with temporary.locked_folder_written_whole(other) as partial:
+            (partial / "file").write_text("x")
+        assert live.is_dir()
+        (live / "file").write_text("y")
+    assert sorted(os.listdir(tmp_path)) == [corpus.name, other.name]
+
+
+def test_files_of_others_are_never_deleted(text, tmp_path):
+    names = [".mine.partial", ".text-mine.partial", "text-0123456789abcdef.01234567.partial"]
+    names += [".text-0123456789abcdef.01234567", ".text-0123456789abcdef.partial"]
+    for name in names:
+        (tmp_path / "cache" / name).mkdir(parents=True)
+    folder = prepare(text).folder
+    assert set(os.listdir(text.cache)) == {folder.name, *names}
+
+
+def test_links_are_deleted_without_what_they_point_to(text, tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine").write_text("mine")
+    link = tmp_path / "cache" / ".text-0123456789abcdef.01234567.partial"
+    link.symlink_to(tmp_path / "other")
+    folder = prepare(text).folder
+    assert os.listdir(text.cache) == [folder.name]
+    assert (tmp_path / "other" / "mine").read_text() == "mine"
+
+
+def test_without_locks_nothing_is_deleted(text, tmp_path, monkeypatch):
+    leftover = tmp_path / "cache" / ".text-0123456789abcdef.01234567.partial"
+    leftover.mkdir(parents=True)
+
+    def unsupported(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(temporary.fcntl, "flock", unsupported)
+    folder = prepare(text).folder
+    assert set(os.listdir(text.cache)) == {folder.name, leftover.name}
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_modes_are_those_of_the_umask(text, umask):
+    before = os.umask(umask)
+    try:
+        folder = prepare(text).folder
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~umask
+    for path in folder.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask

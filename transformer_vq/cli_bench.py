@@ -29,6 +29,7 @@ T = TypeVar("T")
 Out = Annotated[
     Path | None, tyro.conf.arg(help="JSON file for the measurements; `tvq plot` draws it.")
 ]
+Overwrite = Annotated[bool, tyro.conf.arg(help="Replace an existing output file.")]
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,12 @@ class Decode:
     """Measure compiled decoding as well."""
     memory_gb: float = 16.0
     """Memory that a measurement may take."""
+    time_limit: float = 1200.0
+    """Seconds per measurement, including reading the context; a longer one is ended and reported
+    as failed."""
     device: str = "auto"
     out: Out = None
+    overwrite: Overwrite = False
     json: Json = False
 
 
@@ -115,8 +120,10 @@ class Train:
     memory_gb: float | None = None
     """Memory that a cell may take, by default nearly all there is; more is out of memory."""
     time_limit: float = 300.0
-    """Seconds that a step may take; cells that would take longer are skipped, with an estimate."""
+    """Seconds that a step may take; cells that would take longer are skipped, with an estimate.
+    A measurement that runs for longer than 600 seconds and three such steps is ended."""
     out: Out = None
+    overwrite: Overwrite = False
     json: Json = False
 
 
@@ -133,7 +140,11 @@ class Documents:
     """Rounds; the best counts."""
     memory_gb: float | None = None
     """Memory that a measurement may take, by default nearly all there is."""
+    time_limit: float = 300.0
+    """Seconds per step; a measurement that runs for longer than 600 seconds and three such steps is
+    ended and reported as failed."""
     out: Out = None
+    overwrite: Overwrite = False
     json: Json = False
 
 
@@ -166,7 +177,10 @@ class Profile:
     run: Flat
     steps: int = 4
     """Training steps that are profiled."""
+    time_limit: float = 600.0
+    """Seconds for the whole profile, including the preparation of the data."""
     out: Out = None
+    overwrite: Overwrite = False
     json: Json = False
 
 
@@ -184,8 +198,9 @@ def bench(arguments: list[str]) -> None:
 
 def decode_(arguments: list[str]) -> None:
     command = _parse(Decode, arguments, "decode")
-    for name in ("contexts", "batches"):
-        if not getattr(command, name) or min(getattr(command, name)) < 1:
+    for name in ("contexts", "batches", "prefills"):
+        numbers = getattr(command, name)
+        if min(numbers, default=1) < 1 or (not numbers and name != "prefills"):
             raise UsageError(f"--{name}: give numbers from 1 up")
     result = decode.run(
         find_preset(command.preset).model,
@@ -195,6 +210,7 @@ def decode_(arguments: list[str]) -> None:
         prefills=command.prefills,
         compiled=command.compile,
         memory_gb=command.memory_gb,
+        time_limit=command.time_limit,
         device=find_device(command.device),
     )
     _report(result, decode.table(result), command.out, command.json)
@@ -227,7 +243,7 @@ def train_(arguments: list[str]) -> None:
 def documents_(arguments: list[str]) -> None:
     command = _parse(Documents, arguments, "documents")
     cells = documents.cells(command.seq_len, command.document_len, **command.shape.fields())
-    result = train.run(cells, command.repeats, command.memory_gb)
+    result = train.run(cells, command.repeats, command.memory_gb, command.time_limit)
     _report(result, documents.table(result), command.out, command.json)
 
 
@@ -246,7 +262,7 @@ def ablate_(arguments: list[str]) -> None:
 def profile_(arguments: list[str]) -> None:
     base, rest = _preset(arguments, profile.BASE)
     command = _parse(Profile, rest, "profile [PRESET]", Profile(base))
-    result = profile.run(command.run, command.steps)
+    result = profile.run(command.run, command.steps, command.time_limit)
     _report(result, profile.table(result), command.out, command.json)
 
 
@@ -260,7 +276,7 @@ def _preset(arguments: list[str], base: RunConfig) -> tuple[RunConfig, list[str]
 def _parse(kind: type[T], arguments: list[str], name: str, default: T | None = None) -> T:
     """The options of a benchmark that may write to a file."""
     command = parse(kind, arguments, f"bench {name}", default)
-    check_can_write("--out", command.out)  # type: ignore[attr-defined]
+    check_can_write("--out", command.out, command.overwrite)  # type: ignore[attr-defined]
     return command
 
 

@@ -102,7 +102,7 @@ def test_a_finished_ablation_of_other_sizes_is_not_overwritten(base, tmp_path, c
     with pytest.raises(SystemExit) as stopped:
         command(tmp_path / "out", "--model.d-k", "4")
     assert stopped.value.code == 2
-    assert "model.d_k (8 -> 4)" in capsys.readouterr().err
+    assert "--model.d-k (8 -> 4)" in capsys.readouterr().err
 
 
 def test_one_seed_has_no_spread_and_parts_left_open_stay_as_they_were(base, tmp_path, capsys):
@@ -117,8 +117,8 @@ def test_one_seed_has_no_spread_and_parts_left_open_stay_as_they_were(base, tmp_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--seeds", "0"], "seeds=0"),
-        (["--codes", "0"], "n_code=0"),
+        (["--seeds", "0"], "--seeds 0"),
+        (["--codes", "0"], "--model.n-code 0"),
         (["--model.attention", "full"], "neither codebooks nor cache"),
     ],
 )

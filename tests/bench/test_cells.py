@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from transformer_vq.bench.cells import alone
+from transformer_vq.bench.cells import alone, check_limits, over_time
 from transformer_vq.bench.steps import Cell, timed_steps
+from transformer_vq.errors import MissingExtraError, UserError, missing_extra
 
 SMALL = {"d_model": 16, "d_k": 8, "n_code": 7, "block_len": 4, "device": "cpu"}
 OPTIONS = [x for k, v in SMALL.items() for x in ("--" + k.replace("_", "-"), str(v))]
@@ -23,7 +24,51 @@ def test_a_cell_over_the_limit_of_memory_is_out_of_memory():
 
 
 def test_a_process_that_takes_too_long_is_ended():
-    assert alone(time.sleep, 600, seconds=0.1) == {"failed": "ended after 0 s"}
+    assert alone(time.sleep, 600, seconds=0.1) == {"failed": "exceeded the time limit of 0.1 s"}
+
+
+def test_the_time_limit_is_reported_as_it_was_given():
+    assert over_time(1500.0) == "exceeded the time limit of 1,500 s"
+    assert over_time(0.25) == "exceeded the time limit of 0.25 s"
+
+
+def fail(how: str) -> None:
+    raise {
+        "extra": missing_extra("gpt2", "transformers", "hf"),
+        "file": FileNotFoundError(2, "No such file", "data.txt"),
+        "bug": ValueError("a bug"),
+    }[how]
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("extra", MissingExtraError), ("file", FileNotFoundError)],
+)
+def test_an_error_of_the_user_is_raised_by_the_parent(how, kind):
+    with pytest.raises(kind) as here:
+        fail(how)
+    with pytest.raises(kind) as raised:
+        alone(fail, how)
+    assert type(raised.value) is kind
+    assert str(raised.value) == str(here.value)
+
+
+def test_a_bug_in_the_subprocess_shows_where_it_happened():
+    with pytest.raises(ValueError, match="a bug") as raised:
+        alone(fail, "bug")
+    assert not isinstance(raised.value, UserError)
+    assert any("in fail" in note for note in raised.value.__notes__)
+
+
+def test_limits_may_be_any_finite_number():
+    assert alone(dict, memory_gb=1e300, seconds=1e300) == {}
+
+
+@pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf")])
+def test_limits_are_finite_and_above_zero(limit):
+    check_limits(time_limit=1.0, repeats=1)
+    with pytest.raises(UserError, match="--time-limit"):
+        check_limits(repeats=1, time_limit=limit)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """`tvq bench decode` measures, tells what failed, and draws; no time is tested."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformer_vq.bench.cells import alone, machine, peak_bytes
 from transformer_vq.bench.decode import Cell, measure
 from transformer_vq.bench.plots import plot_record
 from transformer_vq.cli import main
+from transformer_vq.errors import MissingExtraError
 
 CPU = torch.device("cpu")
 
@@ -47,7 +50,7 @@ def test_the_gpt2_beside_it_is_of_the_same_size():
 
 
 def test_the_command_measures_tells_and_draws(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(decode, "alone", lambda f, *args, memory_gb: f(*args))
+    monkeypatch.setattr(decode, "alone", lambda f, *args, memory_gb, seconds: f(*args))
     out = tmp_path / "decode.json"
     options = ["--preset", "tiny", "--contexts", "8", "20", "--batches", "1", "--kinds", "vq"]
     main(["bench", "decode", *options, "--prefills", "30", "--out", str(out), "--json"])
@@ -76,6 +79,9 @@ def test_a_state_that_cannot_fit_is_reported_and_not_tried():
         (["nothing"], "there is no benchmark 'nothing'"),
         (["decod"], "did you mean decode?"),
         (["decode", "--contexts", "0"], "--contexts"),
+        (["decode", "--prefills", "0"], "--prefills"),
+        (["decode", "--time-limit", "0"], "--time-limit 0"),
+        (["decode", "--memory-gb", "-1"], "--memory-gb -1"),
         (["decode", "--preset", "smal"], "did you mean small?"),
     ],
 )
@@ -86,6 +92,42 @@ def test_a_mistake_is_one_line(options, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_cell_that_exceeds_the_time_limit_is_reported():
+    result = decode.run(
+        tiny_config(), contexts=[8], batches=[1], kinds=["vq"], prefills=[9], time_limit=0.01
+    )
+    failed = "exceeded the time limit of 0.01 s"
+    assert result["decode"][0]["failed"] == result["reading"][0]["failed"] == failed
+    assert decode.table(result).count(failed) == 2
+
+
+def test_without_transformers_the_gpt2_baseline_is_rejected_before_measuring(monkeypatch, capsys):
+    monkeypatch.setattr(decode, "alone", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "decode", "--preset", "tiny"])
+    assert stopped.value.code == 2
+    assert "transformer-vq[hf]" in capsys.readouterr().err
+    with pytest.raises(MissingExtraError):
+        measure(tiny_config(), Cell("gpt2", 8, 1), CPU, Path())
+
+
+def test_an_existing_output_file_is_replaced_only_on_request(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(decode, "alone", lambda f, *args, **_: {"failed": "out of memory"})
+    out = tmp_path / "decode.json"
+    out.write_text("kept")
+    command = ["bench", "decode", "--preset", "tiny", "--out", str(out)]
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert "--overwrite" in error
+    assert error.count("\n") == 1
+    assert out.read_text() == "kept"
+    main([*command, "--overwrite"])
+    assert json.loads(out.read_text())["decode"]
 
 
 def _work(how: str) -> dict[str, int]:

@@ -7,7 +7,9 @@ from helpers import tiny_run
 
 from transformer_vq.bench import compare, demo
 from transformer_vq.bench.plots import plot_path, smooth
+from transformer_vq.errors import UserError
 from transformer_vq.evaluate import evaluate_run
+from transformer_vq.files import write_verified_json
 from transformer_vq.training.runs import train
 
 
@@ -30,7 +32,7 @@ def test_a_record_of_two_runs_and_its_figure(tmp_path):
     for name, changes in names.items():
         train(tiny_run(tmp_path, **changes), tmp_path / name)
         facts, _ = evaluate_run(tmp_path / name)
-        (tmp_path / name / "evaluation-test.json").write_text(json.dumps(facts))
+        write_verified_json(tmp_path / name / "evaluation-test.json", facts)
     path = tmp_path / "record.json"
     compare.main([str(tmp_path / "vq"), str(tmp_path / "full"), "--out", str(path)])
     result = json.loads(path.read_text())
@@ -53,7 +55,7 @@ def test_a_run_that_was_not_evaluated_is_named(tmp_path):
 def test_a_file_without_measurements_cannot_be_drawn(tmp_path, content):
     path = tmp_path / "file.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match="no measurements"):
+    with pytest.raises(UserError, match=r"file\.json"):
         plot_path(path)
 
 

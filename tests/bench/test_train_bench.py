@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_vq import TransformerVQ
 from transformer_vq.bench import documents, rates, train
+from transformer_vq.bench.cells import over_time
 from transformer_vq.bench.plots import plot_path
 from transformer_vq.bench.sdpa import SdpaAttention, SdpaTransformer, sdpa_flops_per_token
 from transformer_vq.bench.steps import kind, timed_steps
@@ -99,13 +100,13 @@ def test_short_sequences_are_timed_for_as_many_tokens_as_the_longest():
             assert full.steps == max(1, round(linear.flops / full.flops))
 
 
-def pretended(seconds, tried):
+def pretended(seconds, tried, matmul_rates=RATES):
     """`alone` without processes: seconds by kind and length, or a list of them by round, or by
-    whether it recomputes; None is out of memory. Notes what was tried."""
+    whether it recomputes; None is out of memory, a text another failure. Notes what was tried."""
 
     def measure(function, *arguments, **_):
         if function is rates.matmul_rates:
-            return RATES
+            return matmul_rates
         cell = arguments[0]
         tried.append((kind(asdict(cell)), cell.seq_len))
         found = seconds[tried[-1]]
@@ -117,6 +118,8 @@ def pretended(seconds, tried):
             found = found[cell.recompute]
         if found is None:
             return {"failed": "out of memory"}
+        if isinstance(found, str):
+            return {"failed": found}
         return {"first": 70.0, "seconds": found, "peak_gb": 0.5}
 
     return measure
@@ -226,6 +229,7 @@ def test_a_grid_that_is_interrupted_tells_what_it_has(tmp_path, monkeypatch, cap
 
 def test_the_command_measures_tells_and_draws(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rates, "SHAPES", ((8, 8, 8),))
+    monkeypatch.setattr(rates, "PROBE", (8, 8, 8))
     monkeypatch.setattr(rates, "SECONDS", 1e-4)
     monkeypatch.setattr(train, "alone", lambda f, *args, memory_gb=None, seconds=None: f(*args))
     out = tmp_path / "train.json"
@@ -239,9 +243,59 @@ def test_the_command_measures_tells_and_draws(tmp_path, monkeypatch, capsys):
     assert all(row["seconds"] > 0 for row in result["rows"])
     assert plot_path(out) == [out.with_suffix(".png")]
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    main(["bench", "documents", *SMALL, "--seq-len", "20", "--document-len", "7"])
+    documents_options = ["--seq-len", "20", "--document-len", "7", "--time-limit", "9"]
+    main(["bench", "documents", *SMALL, *documents_options])
     rows = capsys.readouterr().out.splitlines()
     assert [row.split(" | ")[0] for row in rows[2:]] == ["| none", "| one", "| of 7 tokens"]
+
+
+@pytest.mark.parametrize(("available", "shown"), [({"fp32": 2e9}, "fp32 2 GFLOP/s"), ({}, "not")])
+def test_a_rate_that_was_not_measured_is_an_empty_column(available, shown, monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "alone", pretended({("auto", 16): 2.0}, [], available))
+    result = train.run(train.grid(["shga"], ["auto"], [16], **SHAPE), repeats=1)
+    (row,) = result["rows"]
+    assert row["share_of_rate"].keys() == available.keys() == result["matmul_flops"].keys()
+    lines = train.table(result).splitlines()
+    assert f"rates here: {shown}" in lines[1]
+    assert len(lines[3].split("|")) == len(lines[5].split("|"))
+    columns = dict(zip(lines[3].split(" | "), lines[5].split(" | "), strict=True))
+    assert columns["of bf16 rate"] == ""
+    assert (columns["of fp32 rate"] == "") == (not available)
+    path = tmp_path / "train.json"
+    path.write_text(json.dumps(result))
+    assert plot_path(path) == [path.with_suffix(".png")]
+
+
+def test_a_grid_is_measured_although_the_rates_exceed_their_time_limit(monkeypatch, capsys):
+    failed = {"failed": over_time(120)}
+    monkeypatch.setattr(train, "alone", pretended({("auto", 16): 2.0}, [], failed))
+    result = train.run(train.grid(["shga"], ["auto"], [16], **SHAPE), repeats=1)
+    assert result["matmul_flops"] == result["rows"][0]["share_of_rate"] == {}
+    assert over_time(120) in capsys.readouterr().err
+
+
+def test_every_subprocess_of_a_grid_has_a_time_limit(monkeypatch):
+    limits = []
+    measure = pretended({("auto", 16): 2.0}, [])
+
+    def noted(*arguments, seconds, **options):
+        limits.append(seconds)
+        return measure(*arguments, **options)
+
+    monkeypatch.setattr(train, "alone", noted)
+    train.run(train.grid(["shga"], ["auto"], [16], **SHAPE), repeats=2, time_limit=5.0)
+    assert limits == [rates.TIME_LIMIT, train.START + 15.0, train.START + 15.0]
+
+
+def test_a_cell_longer_than_one_that_exceeded_the_time_limit_is_not_tried(monkeypatch):
+    tried = []
+    failed = over_time(train.START + 15.0)
+    monkeypatch.setattr(train, "alone", pretended({("full", 16): failed}, tried))
+    cells = train.grid(["shga"], ["full"], [16, 64, 256], **SHAPE)
+    result = train.run(cells, repeats=2, time_limit=5.0)
+    assert tried == [("full", 16)]
+    assert [row["failed"] for row in result["rows"]] == [failed] * 3
+    assert train.table(result).count(failed) == 3
 
 
 def test_the_quick_form_is_a_small_grid(monkeypatch, capsys):
@@ -267,17 +321,25 @@ def test_a_document_step_that_fails_is_told():
     ]
 
 
+def test_documents_of_no_tokens_are_rejected(monkeypatch, capsys):
+    monkeypatch.setattr(train, "alone", None)
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", "documents", *SMALL, "--document-len", "0"])
+    assert stopped.value.code == 2
+    assert "--document-len 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lengths", "0"], "seq_len=0"),
+        (["--lengths", "0"], "--lengths 0"),
         (["--kinds", "quadratic"], "quadratic"),
         (["--lengths"], "empty grid"),
-        (["--d-model", "12"], "d_model=12"),
-        (["--n-layer", "0"], "n_layer=0"),
-        (["--repeats", "0"], "repeats=0"),
-        (["--time-limit", "0"], "time_limit=0"),
-        (["--memory-gb", "-1"], "memory_gb=-1"),
+        (["--d-model", "12"], "--d-model 12"),
+        (["--n-layer", "0"], "--n-layer 0"),
+        (["--repeats", "0"], "--repeats 0"),
+        (["--time-limit", "0"], "--time-limit 0"),
+        (["--memory-gb", "-1"], "--memory-gb -1"),
         (["--device", "tpu"], "tpu"),
         (["--out", "no/such/folder.json"], "--out no/such/folder.json"),
     ],

@@ -18,6 +18,7 @@ from transformer_vq.bench.cells import machine, synchronize
 from transformer_vq.bench.steps import trainer_and_batches
 from transformer_vq.checkpoint import read_config
 from transformer_vq.config import RunConfig
+from transformer_vq.errors import UserError
 from transformer_vq.nn.device import find_device
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import warn
@@ -66,7 +67,7 @@ class Setting:
 def settings(base: RunConfig, codes: Sequence[int]) -> list[Setting]:
     """All codebook sizes with the cache, that of the base among them, and the base without."""
     if base.model.attention != "vq":
-        raise ValueError("full attention has neither codebooks nor cache: use model.attention vq")
+        raise UserError("full attention has neither codebooks nor cache: use --model.attention vq")
     sizes = sorted({*codes, base.model.n_code})
     return [*(Setting(n) for n in sizes), Setting(base.model.n_code, compressive_cache=False)]
 
@@ -74,7 +75,7 @@ def settings(base: RunConfig, codes: Sequence[int]) -> list[Setting]:
 def train_all(base: RunConfig, out: Path, codes: Sequence[int], seeds: int) -> int | None:
     """Train what is not trained yet; the number of the signal that stopped it, if one did."""
     if seeds < 1:
-        raise ValueError(f"seeds={seeds}: must be at least 1")
+        raise UserError(f"--seeds {seeds}: must be at least 1")
     todo = [(setting, seed) for seed in range(seeds) for setting in settings(base, codes)]
     configs = [setting.config(base, seed) for setting, seed in todo]  # checked before any begins
     for number, ((setting, seed), config) in enumerate(zip(todo, configs, strict=True), start=1):

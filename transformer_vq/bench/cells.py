@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import platform
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import resource_tracker
@@ -19,13 +21,14 @@ from typing import Any
 
 import torch
 
+from transformer_vq.errors import UserError, is_out_of_memory
 from transformer_vq.nn.device import keep_freed_memory
 
 Measure = Callable[..., dict[str, Any]]
 
 OUT_OF_MEMORY = "out of memory"
 SECONDS_TO_END = 10
-SYMPTOMS = ("allocate memory", "bad_alloc", "memory object")  # torch's, the system's, oneDNN's
+LONGEST_WAIT = 1e6  # seconds, 11 days; poll() rejects timeouts above 24 days
 
 
 def alone(
@@ -36,8 +39,8 @@ def alone(
 ) -> dict[str, Any]:
     """Call `measure` in a fresh process, so that its peak memory is its own.
 
-    Returns what it returns, or {"failed": why} if memory did not suffice or the process died;
-    mistakes (ValueError) are raised here. memory_gb: how much it may allocate on the host.
+    Returns what it returns, or {"failed": why} if it ran out of memory or time, or the process
+    died; a ValueError or OSError is raised here. memory_gb: how much it may allocate on the host.
     seconds: how long it may take. Whatever ends this process ends the other one too.
     """
     context = multiprocessing.get_context("spawn")
@@ -51,13 +54,14 @@ def alone(
         process.start()  # inherits the mask: Ctrl-C is for the parent, which loses none by it
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         sender.close()
-        if receiver.poll(seconds):
+        if receiver.poll(None if seconds is None else min(seconds, LONGEST_WAIT)):
             result = receiver.recv()
             process.join(SECONDS_TO_END)  # a compiler has processes of its own to end
         else:
-            result = {"failed": f"ended after {seconds:,.0f} s"}
+            assert seconds is not None
+            result = {"failed": over_time(seconds)}
     except EOFError:
-        process.join()
+        process.join(SECONDS_TO_END)
         killed = process.exitcode == -signal.SIGKILL  # by the system, which has no memory left
         result = {"failed": OUT_OF_MEMORY if killed else f"exit status {process.exitcode}"}
     finally:
@@ -66,31 +70,53 @@ def alone(
             process.kill()
             process.join()
         receiver.close()
-    if isinstance(result, ValueError):
+    if isinstance(result, ValueError | OSError):
         raise result
     return result
+
+
+def over_time(seconds: float) -> str:
+    """Return why a measurement failed that took longer than its time limit."""
+    return f"exceeded the time limit of {seconds:,.10g} s"
+
+
+def check_limits(**limits: float) -> None:
+    """Raise UserError unless all options, named as in Python, are finite and above 0."""
+    for name, limit in limits.items():
+        if not 0 < limit < math.inf:
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} {limit:g}: must be a finite number above 0")
 
 
 def _child(
     sender: Connection, measure: Measure, arguments: tuple[Any, ...], memory_gb: float | None
 ) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    result: dict[str, Any] | ValueError
+    result: dict[str, Any] | ValueError | OSError
     keep_freed_memory()
     try:
         if memory_gb is not None:
-            limit = int(memory_gb * 1e9)
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+            _limit_memory(memory_gb)
         result = measure(*arguments)
-    except ValueError as error:
-        result = error
-    except (MemoryError, torch.OutOfMemoryError):
-        result = {"failed": OUT_OF_MEMORY}
-    except RuntimeError as error:
-        if not any(symptom in str(error) for symptom in SYMPTOMS):
+    except Exception as error:
+        if is_out_of_memory(error):
+            result = {"failed": OUT_OF_MEMORY}
+        elif isinstance(error, ValueError | OSError):
+            if not isinstance(error, UserError):  # a bug: show where it happened
+                error.add_note(f"In the subprocess:\n{traceback.format_exc()}")
+            result = error
+        else:
             raise
-        result = {"failed": OUT_OF_MEMORY}
     sender.send(result)
+
+
+def _limit_memory(gigabytes: float) -> None:
+    """Limit what this process may allocate; a lower limit that it already has is kept."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = int(min(gigabytes * 1e9, 2**62))  # setrlimit overflows above 2**63
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _end_with_parent() -> None:
@@ -180,7 +206,7 @@ def _commit() -> str | None:
     """The commit of the checkout this package is run from; None if it was installed."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None

@@ -8,13 +8,13 @@ Reads what `tvq train` and `tvq eval` have written; measures nothing.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from transformer_vq.bench import run_main
+from transformer_vq.bench import check_out, run_main
 from transformer_vq.checkpoint import read_config
-from transformer_vq.files import write_json
+from transformer_vq.errors import UserError
+from transformer_vq.files import read_verified_json, write_json
 from transformer_vq.sizes import sizes
 from transformer_vq.training.metrics import read_metrics
 
@@ -30,10 +30,10 @@ def record(runs: list[Path], split: str = "test") -> dict[str, Any]:
         rows = read_metrics(run)
         train = [row for row in rows if row["kind"] == "train"]
         if not train:
-            raise ValueError(f"{run} has no metrics")
+            raise UserError(f"{run} has no metrics")
         evaluation = run / f"evaluation-{split}.json"
         if not evaluation.is_file():
-            raise ValueError(f"{run} has not been evaluated; run `tvq eval {run} --split {split}`")
+            raise UserError(f"{run} has not been evaluated; run `tvq eval {run} --split {split}`")
         every = max(1, len(train) // POINTS)
         kept = {row["step"] for row in train[every - 1 :: every]}
         values = config.to_dict()
@@ -47,7 +47,7 @@ def record(runs: list[Path], split: str = "test") -> dict[str, Any]:
                 for row in rows
                 if row["kind"] == "validation" or row["step"] in kept
             ],
-            "evaluation": json.loads(evaluation.read_text()) | {"run": run.name},
+            "evaluation": read_verified_json(evaluation) | {"run": run.name},
         }
     return {"runs": found}
 
@@ -81,7 +81,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="folders of evaluated runs")
     parser.add_argument("--split", default="test", help="which evaluation to take")
     parser.add_argument("--out", type=Path, help="write the record to this JSON file")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing output file")
     options = parser.parse_args(arguments)
+    check_out(options.out, options.overwrite)
     result = record(options.runs, options.split)
     if options.out:
         write_json(options.out, result)

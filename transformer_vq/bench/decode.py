@@ -11,14 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
 
-from transformer_vq.bench.cells import alone, best_seconds, machine, peak_bytes
+from transformer_vq.bench.cells import alone, best_seconds, check_limits, machine, peak_bytes
 from transformer_vq.config import ModelConfig
+from transformer_vq.errors import missing_extra
 from transformer_vq.generate import SEGMENT, Context, read_prompts
 from transformer_vq.nn.decoder import Decoder
 from transformer_vq.nn.model import ModelState, TransformerVQ
@@ -58,10 +60,18 @@ def run(
     prefills: Sequence[int],
     compiled: bool = False,
     memory_gb: float = 16.0,
+    time_limit: float = 1200.0,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """Measure every cell in a process of its own; one that needs too much memory is reported."""
+    """Measure every cell in a subprocess; one that needs too much memory or time is reported.
+
+    time_limit: seconds that one cell may take, including reading its context and compiling.
+    """
+    check_limits(memory_gb=memory_gb, time_limit=time_limit)
+    if "gpt2" in kinds:
+        _check_transformers()
     device = device or torch.device("cpu")
+    limits = {"memory_gb": memory_gb, "seconds": time_limit}
     kinds = [kind for kind in ("vq", "full", "gpt2") if kind in kinds]
     cells = [Cell(kind, n, b) for kind in kinds for b in batches for n in contexts]
     if compiled and "vq" in kinds:
@@ -75,11 +85,11 @@ def run(
             if (needed := state_bytes(config, cell)) > 0.8e9 * memory_gb:
                 row: dict[str, Any] = {"failed": f"a state of {needed / 1e9:.0f} GB"}
             else:
-                row = alone(measure, config, cell, device, Path(folder), memory_gb=memory_gb)
+                row = alone(measure, config, cell, device, Path(folder), **limits)
             rows.append(asdict(cell) | row)
             advance(1, note=f"{cell.kind}, {cell.context:,} tokens, batch {cell.batch}")
         for n_tokens in prefills:
-            row = alone(measure_reading, config, n_tokens, device, memory_gb=memory_gb)
+            row = alone(measure_reading, config, n_tokens, device, **limits)
             reading.append({"context": n_tokens} | row)
             advance(1, note=f"reading {n_tokens:,} tokens")
     what = f"decoding, {n_parameters(config):,} parameters, float32"
@@ -202,11 +212,16 @@ def _gpt2_shape(config: ModelConfig) -> tuple[int, int]:
     return max(round(width / 64), 1) * 64, n_layer
 
 
+def _check_transformers() -> None:
+    """Raise before anything is measured: importing transformers takes seconds."""
+    if find_spec("transformers") is None:
+        raise missing_extra("the gpt2 baseline", "transformers", "hf")
+
+
 def _prepare_gpt2(config: ModelConfig, cell: Cell, room: int) -> Prepared:
-    try:
-        from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
-    except ImportError:
-        raise ValueError("the gpt2 baseline: pip install 'transformer-vq[hf]'") from None
+    _check_transformers()
+    from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+
     width, n_layer = _gpt2_shape(config)
     settings = GPT2Config(
         vocab_size=config.vocab_size,

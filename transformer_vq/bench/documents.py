@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from transformer_vq.bench.steps import Cell
+from transformer_vq.errors import UserError
 
 
 def cells(seq_len: int = 32_768, document_len: int = 1000, **shape: Any) -> list[Cell]:
     """The same model three times; shape: other fields of a cell."""
+    if document_len < 1:
+        raise UserError(f"--document-len {document_len}: must be at least 1")
     return [
         Cell("shga", "vq", "auto", seq_len, document_len=n, recompute=True, **shape)
         for n in (None, seq_len, document_len)

@@ -12,7 +12,7 @@ from transformer_vq.ops.quadratic import quadratic_vq_attention
 from transformer_vq.ops.state import AttentionState
 
 HEADS = {"shga": (1, 1), "mqa": (1, 4), "mha": (4, 1)}
-REDUCTIONS = ("serial", "matmul", "associative", "input_scan")
+REDUCTIONS = ("auto", "serial", "matmul", "associative", "input_scan")
 
 
 def relative_rms(got: Tensor, want: Tensor) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from transformer_vq.data.corpora import Corpus
+from transformer_vq.errors import UserError
 
 N = 256
 
@@ -16,7 +17,7 @@ N = 256
 def bits_per_byte(corpus: Corpus, split: str = "test") -> dict[int, float]:
     """Bits per byte of the models of order 0, 1 and 2, learned from the training split."""
     if corpus.vocab_size != N:
-        raise ValueError(f"{corpus.dataset} is not made of bytes")
+        raise UserError(f"{corpus.dataset} is not made of bytes")
     train, test = (np.asarray(corpus.split(name).tokens) for name in ("train", split))
     p = np.full(len(test), 1 / N)
     bits = {}

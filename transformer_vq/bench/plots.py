@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from transformer_vq.bench.steps import kind
+from transformer_vq.errors import UserError, missing_extra
+from transformer_vq.files import CorruptFileError, read_json, read_verified_json
 from transformer_vq.training.metrics import read_metrics
 
 
@@ -17,7 +18,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("plots need matplotlib: pip install 'transformer-vq[plot]'") from None
+        raise missing_extra("a figure", "matplotlib", "plot") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -33,30 +34,41 @@ def plot_path(path: Path, out: Path | None = None) -> list[Path]:
         out = out or path.with_suffix(".png")
         plot_record(_read(path), out)
         return [out]
+    if not path.exists():
+        raise UserError(f"{path} does not exist; give a run folder or a JSON file of measurements")
     rows = read_metrics(path)
     if not rows:
-        raise ValueError(f"{path} holds no run with metrics yet, and is no file of measurements")
+        raise UserError(f"{path} is not a run folder with metrics, nor a file of measurements")
     out = out or path / "curves.png"
     plot_curves({path.name: rows}, out)
     written = [out]
     for evaluation in sorted(path.glob("evaluation-*.json")):
-        plot_positions(json.loads(evaluation.read_text()), evaluation.with_suffix(".png"))
+        try:
+            result = read_verified_json(evaluation)
+        except CorruptFileError as error:
+            raise UserError(f"{error}; write it again with `tvq eval {path}`") from error
+        plot_positions(result, evaluation.with_suffix(".png"))
         written.append(evaluation.with_suffix(".png"))
     return written
 
 
 def plot_record(result: dict[str, Any], path: Path) -> None:
     """The figure of a file that a benchmark wrote; what it measured is the name of a part."""
-    next(draw for part, draw in FIGURES.items() if part in result)(result, path)
+    draw = next(draw for part, draw in FIGURES.items() if part in result)
+    try:
+        draw(result, path)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        # Whatever a file lacks that is not from a benchmark, drawing it stumbles over.
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(f"the measurements are incomplete ({why}); repeat them") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        result = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError):
-        result = None
+    result = read_json(path)
     if not isinstance(result, dict) or not result.keys() & FIGURES.keys():
-        raise ValueError(f"{path} holds no measurements; give a JSON file from benchmarks/")
+        raise UserError(f"{path} does not hold measurements; give a JSON file from benchmarks/")
     return result
 
 

@@ -17,10 +17,11 @@ from typing import Any
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from transformer_vq.bench.cells import alone, machine, synchronize
+from transformer_vq.bench.cells import OUT_OF_MEMORY, alone, check_limits, machine, synchronize
 from transformer_vq.bench.steps import trainer_and_batches
 from transformer_vq.config import ModelConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import TrainingBatches
+from transformer_vq.errors import UserError
 from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
 from transformer_vq.progress import progress_bar
 from transformer_vq.training.step import Trainer
@@ -56,15 +57,22 @@ class Operator:
     calls: int = 0
 
 
-def run(config: RunConfig, steps: int = 4) -> dict[str, Any]:
-    """Profile some updates of a run on its own data; nothing is written."""
+def run(config: RunConfig, steps: int = 4, time_limit: float = 600.0) -> dict[str, Any]:
+    """Profile some updates of a run on its own data; nothing is written.
+
+    time_limit: seconds that it may take altogether. Raises UserError if it takes longer.
+    """
     if steps < 1:
-        raise ValueError(f"steps={steps}: must be at least 1")
+        raise UserError(f"--steps {steps}: must be at least 1")
+    check_limits(time_limit=time_limit)
     # The profiler announces itself on stderr, unless told otherwise before torch is loaded.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    result = alone(measure, config, steps)
+    result = alone(measure, config, steps, seconds=time_limit)
     if "failed" in result:
-        raise ValueError(f"no profile: {result['failed']}; try a smaller batch or model")
+        fix = "a smaller batch or model"
+        if result["failed"] != OUT_OF_MEMORY:
+            fix += ", fewer --steps or a longer --time-limit"
+        raise UserError(f"no profile: {result['failed']}; try {fix}")
     return result
 
 

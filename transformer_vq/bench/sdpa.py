@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from transformer_vq.config import ModelConfig
+from transformer_vq.errors import UserError
 from transformer_vq.nn.layers import FeedForward, linear, rms_norm, run
 from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
 from transformer_vq.sizes import flops_per_token
@@ -59,10 +60,14 @@ class SdpaTransformer(TransformerVQ):
         state: ModelState | None = None,
         valid: Tensor | None = None,
         document_ids: Tensor | None = None,
+        key_priority: Tensor | None = None,
     ) -> ModelOutput:
-        """tokens: [b, t]; nothing is carried from one call to the next."""
+        """tokens: [b, t]; nothing is carried from one call to the next.
+
+        key_priority is ignored: there are no codebooks.
+        """
         if valid is not None or document_ids is not None:
-            raise ValueError("the baseline knows neither padding nor documents")
+            raise UserError("the baseline knows neither padding nor documents")
         x = self.embed(tokens)
         for branch in self.branches:
             x = x + branch(x)

@@ -6,6 +6,7 @@ It is the step of `tvq train`, on random tokens, with gradients through the whol
 from __future__ import annotations
 
 import math
+import re
 import time
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -24,11 +25,16 @@ from transformer_vq.config import (
 )
 from transformer_vq.data.batches import Batch, TrainingBatches
 from transformer_vq.data.corpora import prepare
+from transformer_vq.errors import UserError
 from transformer_vq.nn.device import find_device, total_memory
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.sizes import flops_per_token
 from transformer_vq.training.runs import training_batches, with_parts_that_fit
 from transformer_vq.training.step import Trainer
+
+
+def _as_option(field: re.Match[str]) -> str:
+    return f"--{field[2].replace('_', '-')} "
 
 
 @dataclass(frozen=True)
@@ -58,7 +64,14 @@ class Cell:
 
     @property
     def config(self) -> RunConfig:
-        """The run of which this is a step; raises ValueError for one that cannot be."""
+        """The run of which this is a step; raises UserError for one that cannot be."""
+        try:
+            return self._config()
+        except UserError as error:
+            # The options of benchmarks have the same names, but no sections.
+            raise UserError(re.sub(r"\b(model|train)\.(\w+)=", _as_option, str(error))) from None
+
+    def _config(self) -> RunConfig:
         model = ModelConfig(
             vocab_size=self.vocab_size,
             d_model=self.d_model,

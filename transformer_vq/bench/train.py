@@ -14,12 +14,13 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from transformer_vq.bench.cells import OUT_OF_MEMORY, alone, machine
-from transformer_vq.bench.rates import matmul_rates
+from transformer_vq.bench.cells import OUT_OF_MEMORY, alone, check_limits, machine, over_time
+from transformer_vq.bench.rates import TIME_LIMIT, matmul_rates, precisions_to_measure
 from transformer_vq.bench.steps import Cell, kind, timed_steps
 from transformer_vq.config import HeadType
+from transformer_vq.errors import UserError
 from transformer_vq.nn.device import find_device, total_memory
-from transformer_vq.progress import progress_bar
+from transformer_vq.progress import progress_bar, warn
 
 Kind = Literal["full", "sdpa", "serial", "matmul", "associative", "input_scan", "auto"]
 Recompute = Literal["auto", "on", "off"]
@@ -50,10 +51,14 @@ def grid(
 ) -> list[Cell]:
     """All cells, short sequences first. The baseline `sdpa` has one head type, MHA.
 
-    shape: other fields of a cell. Raises ValueError for a model that cannot be.
+    shape: other fields of a cell. Raises UserError for a model that cannot be.
     """
     if not lengths or not _series(head_types, kinds):
-        raise ValueError("an empty grid: give at least one head type, one kind and one length")
+        raise UserError(
+            "an empty grid: give at least one of each of --head-types, --kinds and --lengths"
+        )
+    if min(lengths) < 1:
+        raise UserError(f"--lengths {min(lengths)}: must be at least 1")
     cells = []
     for seq_len in sorted(set(lengths)):
         for head_type, name in _series(head_types, kinds):
@@ -91,17 +96,15 @@ def run(
     """Measure all cells once per round.
 
     memory_gb: what a cell may use, by default nearly all there is. time_limit: seconds that a step
-    may take; a cell that would take longer, judging by a shorter sequence, is left out.
+    may take; a cell that would take longer, judging by a shorter sequence, is left out, and a
+    subprocess that runs for much longer than its steps may take is ended.
     recompute: whether activations are computed again in backward, "auto" where memory does not
     suffice without; by default as each cell says.
     """
     device = find_device(cells[0].device)
     if memory_gb is None:
         memory_gb = USABLE_MEMORY * total_memory(device) / 1e9
-    limits = {"repeats": repeats, "time_limit": time_limit, "memory_gb": memory_gb}
-    for name, limit in limits.items():
-        if limit <= 0:
-            raise ValueError(f"{name}={limit}: must be above 0")
+    check_limits(repeats=repeats, time_limit=time_limit, memory_gb=memory_gb)
     if recompute is not None:
         cells = [replace(cell, recompute=recompute == "on") for cell in cells]
     rows = {cell: asdict(cell) | {"timings": [], "peak_gb": 0.0} for cell in cells}
@@ -113,13 +116,15 @@ def run(
             time_limit,
             memory_gb,
             memory_gb=memory_gb if device.type == "cpu" else None,
-            seconds=START + 3 * time_limit,
+            seconds=_seconds_per_cell(time_limit),
         )
 
     with progress_bar("bench", 1 + repeats * len(cells), "cells") as advance:
-        rates = alone(matmul_rates, device)
+        precisions = precisions_to_measure(device, [cell.precision for cell in cells])
+        rates = alone(matmul_rates, device, precisions, seconds=TIME_LIMIT)
         if "failed" in rates:
-            raise ValueError(f"cannot multiply matrices: {rates['failed']}")
+            warn(f"the matrix-product rates were not measured: {rates['failed']}")
+            rates = {}
         advance(1, note="matrix products")
         try:
             for cell, row in list(rows.items()) * repeats:
@@ -137,6 +142,11 @@ def run(
             known = {cell: row for cell, row in rows.items() if row["timings"] or "failed" in row}
             raise Interrupted(_result(known, rates, device)) from None
     return _result(rows, rates, device)
+
+
+def _seconds_per_cell(time_limit: float) -> float:
+    """Return how long the subprocess of a cell may run: its start and three steps."""
+    return START + 3 * time_limit
 
 
 def _result(
@@ -162,8 +172,9 @@ def foreseen(cell: Cell, rows: dict[Cell, dict[str, Any]], time_limit: float) ->
         same = replace(other, seq_len=cell.seq_len, steps=cell.steps)
         if other.seq_len >= cell.seq_len or replace(same, recompute=cell.recompute) != cell:
             continue
-        if row.get("failed") == OUT_OF_MEMORY and same == cell:
-            return {"failed": OUT_OF_MEMORY}
+        failed = row.get("failed")
+        if failed in (OUT_OF_MEMORY, over_time(_seconds_per_cell(time_limit))) and same == cell:
+            return {"failed": failed}
         if row["recompute"] != other.recompute:
             again = {"recompute": True}
         known = min(row["timings"]) if row["timings"] else row.get("estimated_seconds")
@@ -234,7 +245,7 @@ def table(result: dict[str, Any]) -> str:
         f"{first['n_code']} codes, blocks of {first['block_len']}; batch {first['batch_size']}, "
         f"{first['precision']}{', compiled' if is_compiled else ''}"
         f"{'; *: activations computed again in backward' if again else ''}",
-        f"Best matrix-product rates here: {rates}",
+        f"Best matrix-product rates here: {rates or 'not measured'}",
         "",
         "| heads | kind | tokens | tokens/s | ms per step | median | peak GB | of bf16 rate "
         "| of fp32 rate | over full | over sdpa |" + " first step, s |" * is_compiled,
@@ -252,8 +263,7 @@ def table(result: dict[str, Any]) -> str:
             f"{1e3 * row['seconds']:,.0f}",
             f"{1e3 * row['median_seconds']:,.0f}",
             f"{row['peak_gb']:.2f}",
-            f"{share['bf16']:.2f}",
-            f"{share['fp32']:.2f}",
+            *(f"{share[name]:.2f}" if name in share else "" for name in ("bf16", "fp32")),
             *("" if row[key] is None else f"{row[key]:.2f}" for key in ("over_full", "over_sdpa")),
             *([f"{row['first_step_seconds']:,.0f}"] if is_compiled else []),
         ]

@@ -53,5 +53,5 @@ def test_a_folder_without_a_config_is_no_run(tmp_path, content):
 
 
 def test_a_missing_folder_is_no_run(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no run"):
+    with pytest.raises(CheckpointError, match="is not a run folder"):
         read_config(tmp_path / "nothing")

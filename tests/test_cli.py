@@ -13,6 +13,7 @@ from helpers import tiny_run
 
 from transformer_vq import PRESETS
 from transformer_vq.cli import main
+from transformer_vq.files import read_verified_json
 from transformer_vq.training.metrics import read_metrics
 
 TINY = {
@@ -65,7 +66,7 @@ def test_train_eval_plot_resume_info(tmp_path, capsys):
         assert result["bits_per_byte"] > 0
         assert result["tokens"] == result["bytes"] > result["words"] > 0
         assert sum(row["tokens"] for row in result["by_position"]) == result["tokens"]
-    assert json.loads((run / "evaluation-test.json").read_text()) == facts
+    assert read_verified_json(run / "evaluation-test.json") == facts
     main(["plot", str(run)])
     written = capsys.readouterr().out.split()
     assert written == [str(run / "curves.png"), str(run / "evaluation-test.png")]
@@ -73,7 +74,7 @@ def test_train_eval_plot_resume_info(tmp_path, capsys):
         with open(path, "rb") as file:
             assert file.read(4) == b"\x89PNG"
     main(["resume", str(run)])
-    assert "10 updates" in capsys.readouterr().out
+    assert "10 steps" in capsys.readouterr().out
     main(["info", str(run), "--json"])
     assert last_json(capsys)["parameters"] > 0
 
@@ -136,7 +137,7 @@ def test_a_command_or_preset_that_does_not_exist(capsys):
 def test_options_that_make_no_sense(tmp_path, capsys):
     assert "--model.codes" in mistake(capsys, "train", "tiny", "--model.codes", "3")
     assert "--model.n-code" in mistake(capsys, "train", "tiny", "--model.n-code", "many")
-    assert "n_code=0" in mistake(capsys, "train", "tiny", "--model.n-code", "0")
+    assert "--model.n-code 0: must be" in mistake(capsys, "train", "tiny", "--model.n-code", "0")
     assert "not a multiple" in mistake(capsys, "train", "tiny", "--train.backprop-len", "100")
     out = ["--out", tmp_path / "run"]
     line = mistake(capsys, "train", "tiny", *options(tmp_path), "--train.device", "tpu", *out)
@@ -179,7 +180,7 @@ def test_a_missing_folder_and_a_wrong_vocabulary(tmp_path, capsys):
     line = mistake(
         capsys, "train", "tiny", *common, "--model.vocab-size", "300", "--out", tmp_path / "run"
     )
-    assert "set model.vocab_size to 256" in line
+    assert "set --model.vocab-size to 256" in line
     assert "imagenet64 is not downloaded" in mistake(capsys, "prepare", "imagenet64")
     cache = tmp_path / "empty-cache"
     line = mistake(capsys, "train", "enwik8-190m", "--data.cache", cache, "--out", tmp_path / "run")
@@ -189,12 +190,12 @@ def test_a_missing_folder_and_a_wrong_vocabulary(tmp_path, capsys):
 
 def test_runs_that_are_not_there_or_not_the_same(tmp_path, capsys):
     for command in ("resume", "eval"):
-        assert "holds no run" in mistake(capsys, command, tmp_path / "nothing")
-    assert "holds no run" in mistake(capsys, "plot", tmp_path / "nothing")
+        assert "is not a run folder" in mistake(capsys, command, tmp_path / "nothing")
+    assert "does not exist" in mistake(capsys, "plot", tmp_path / "nothing")
     run = train(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     line = mistake(capsys, "resume", run, "--model.n-code", "9", "--optim.lr", "1")
-    assert "model.n_code (7 -> 9)" in line
+    assert "--model.n-code (7 -> 9)" in line
     assert "optim.lr" in line
     line = mistake(capsys, "train", "tiny", *options(tmp_path), "--out", run)
     assert "tvq resume" in line
@@ -219,7 +220,7 @@ def test_a_signal_ends_the_command_with_the_line_that_resumes(tmp_path, number):
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number
-    assert f"go on with: tvq resume {run}" in out
+    assert f"continue with: tvq resume {run}" in out
     assert "Traceback" not in err
     steps = [row["step"] for row in read_metrics(run)]
     assert (run / "checkpoints" / f"step-{steps[-1]:08d}").is_dir()

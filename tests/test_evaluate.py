@@ -213,7 +213,7 @@ def test_books_in_another_vocabulary_are_refused(tmp_path):
 
     # From its own books, once they have changed, another vocabulary would be learned.
     write_books(tmp_path, tolstoy)
-    says = f"not in the vocabulary of {run}.*--data.tokenizer {run / MODEL_FILE}$"
+    says = f"do not have the vocabulary of {run}.*--data.tokenizer {run / MODEL_FILE}$"
     with pytest.raises(ValueError, match=says):
         evaluate_run(run)
     evaluate_run(run, data=replace(own, tokenizer=str(run / MODEL_FILE)), max_tokens=50)

@@ -1,8 +1,23 @@
-"""Files and folders are whole or not there."""
+"""Files and folders are complete or absent, and damage is detected."""
+
+import os
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from transformer_vq.files import folder_written_whole, written_whole
+from transformer_vq.files import (
+    CorruptFileError,
+    folder_written_whole,
+    read_tensors,
+    read_verified_json,
+    remove_leftovers,
+    write_json,
+    write_tensors,
+    write_verified_json,
+    written_whole,
+)
 
 
 def names(folder):
@@ -25,15 +40,102 @@ def test_what_was_interrupted_leaves_nothing_and_changes_nothing(tmp_path):
     assert (tmp_path / "file").read_text() == "before"
 
 
-def test_what_an_earlier_attempt_left_is_not_taken_over(tmp_path):
+def test_leftovers_are_neither_used_nor_deleted_until_asked(tmp_path):
     (tmp_path / ".folder.partial").mkdir()
-    (tmp_path / ".folder.partial" / "old").write_text("from a process that was killed")
+    (tmp_path / ".folder.partial" / "old").write_text("somebody's own")
+    (tmp_path / ".file.0123abcd.partial").write_text("from a process that was killed")
     (tmp_path / "folder").mkdir()
     with folder_written_whole(tmp_path / "folder") as partial:
         (partial / "new").write_text("whole")
         assert names(tmp_path / "folder") == []
-    assert names(tmp_path) == ["folder"]
+    assert names(tmp_path) == [".file.0123abcd.partial", ".folder.partial", "folder"]
     assert names(tmp_path / "folder") == ["new"]
+    remove_leftovers(tmp_path)
+    assert names(tmp_path) == [".folder.partial", "folder"]
+
+
+def test_no_link_is_written_through(tmp_path, monkeypatch):
+    """Whatever name is guessed for the temporary file, a link there is not followed."""
+    monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 2 * n)
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    (tmp_path / ".out.json.00000000.partial").symlink_to(precious)
+    with pytest.raises(FileExistsError):
+        write_json(tmp_path / "out.json", {"a": 1})
+    assert precious.read_text() == "kept"
+    assert names(tmp_path) == [".out.json.00000000.partial", "precious"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_all_files_get_the_mode_of_the_umask(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        write_json(tmp_path / "a.json", {})
+        write_tensors(tmp_path / "b.safetensors", {"x": torch.zeros(3)})
+        with folder_written_whole(tmp_path / "folder"):
+            pass
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    files = 0o666 & ~umask
+    assert modes == {"a.json": files, "b.safetensors": files, "folder": 0o777 & ~umask}
+
+
+def test_an_error_names_the_file_that_was_asked_for(tmp_path):
+    with pytest.raises(OSError, match=r"missing/out\.json'$"):
+        write_json(tmp_path / "missing" / "out.json", {})
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(value=st.dictionaries(st.text(), VALUES, max_size=4))
+def test_verified_json_comes_back_as_it_was(tmp_path_factory, value):
+    value.pop("sha256", None)
+    path = tmp_path_factory.mktemp("json") / "value.json"
+    write_verified_json(path, value)
+    assert read_verified_json(path) == value
+
+
+def test_any_change_of_a_verified_file_is_detected(tmp_path):
+    write_verified_json(tmp_path / "a.json", {"step": 4, "loss": 0.5, "none": None})
+    tensors = {"x": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0), "flag": torch.tensor(1)}
+    digest = write_tensors(tmp_path / "b.safetensors", tensors, {"config": "{}"})
+    back, metadata = read_tensors(tmp_path / "b.safetensors", digest)
+    assert metadata == {"config": "{}"}
+    assert all(torch.equal(back[name], x) for name, x in tensors.items())
+    with pytest.raises(CorruptFileError, match="does not match"):
+        read_tensors(tmp_path / "b.safetensors", "0" * 64)
+    readers = {"a.json": read_verified_json, "b.safetensors": read_tensors}
+    for path, read in ((tmp_path / name, read) for name, read in readers.items()):
+        intact, want = path.read_bytes(), read(path)
+        n_detected = 0
+        for place in range(len(intact)):
+            path.write_bytes(intact[:place] + bytes([intact[place] ^ 1]) + intact[place + 1 :])
+            try:
+                got = read(path)
+            except CorruptFileError:
+                n_detected += 1
+            else:  # white space that became other white space
+                assert str(got) == str(want), place
+        assert n_detected > 0.8 * len(intact)
+        path.write_bytes(intact[: len(intact) // 2])
+        with pytest.raises(CorruptFileError):
+            read(path)
+        path.unlink()
+        with pytest.raises(CorruptFileError, match="does not exist"):
+            read(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"[1, 2]", b"5", b"null", b"\xff\xfe", b"[" * 100_000])
+def test_what_is_not_a_verified_object_is_reported(tmp_path, content):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(CorruptFileError, match=r"a\.json"):
+        read_verified_json(tmp_path / "a.json")
 
 
 def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path):

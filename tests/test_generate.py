@@ -121,7 +121,7 @@ def test_temperature_flattens_or_sharpens():
     [
         ({"prompt_tokens": []}, "a prompt has no tokens; begin with the tokenizer's bos"),
         ({"prompt_tokens": [17]}, "token 17 is outside the vocabulary of 17"),
-        ({"temperature": -0.1}, "temperature=-0.1: must not be negative"),
+        ({"temperature": -0.1}, "temperature=-0.1: must be"),
         ({"top_p": 0.0}, "top_p=0.0: must be above 0 and at most 1"),
         ({"top_p": 1.1}, "top_p=1.1: must be above 0 and at most 1"),
         ({"max_new_tokens": -1}, "max_new_tokens=-1: must not be negative"),

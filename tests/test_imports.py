@@ -9,7 +9,8 @@ import transformer_vq
 
 ROOT = Path(transformer_vq.__file__).parent
 LAYERS = [
-    {"ops", "config", "files", "progress"},
+    {"errors"},
+    {"ops", "checks", "config", "files", "progress"},
     {"nn"},
     {"data", "checkpoint", "evaluate", "generate", "interop", "presets"},
     {"parallel", "sizes"},

@@ -143,7 +143,7 @@ def test_a_saved_state_goes_on_without_its_prompt(run, tmp_path, capsys):
         (["--temperature", "-1"], "temperature=-1.0"),
         (["--top-k", "0"], "top_k=0"),
         (["--batch", "0"], "--batch 0"),
-        (["--tokens", "-1"], "max_new_tokens=-1"),
+        (["--tokens", "-1"], "--tokens -1: must not be negative"),
         (["--prompt", "a", "--prompt-file", "b"], "not both"),
         (["--prompt-file", "no-such-file"], "no-such-file"),
         (["--load-state", "no-such-state"], "no-such-state"),
@@ -188,5 +188,8 @@ def test_a_model_of_pictures_draws(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["sample", str(tmp_path / "run"), *map(str, arguments), "--out", str(out)])
     assert stop.value.code == 2
-    assert capsys.readouterr().err == f"tvq: {out} exists; choose another --out\n"
+    assert (
+        capsys.readouterr().err
+        == f"tvq: --out {out}: the file exists; use --overwrite or another name\n"
+    )
     assert out.stat().st_mtime_ns == before

@@ -1,11 +1,14 @@
 """Snapshots: go on bit for bit, and only with the model that read."""
 
+import math
+
 import pytest
 import torch
 from helpers import tiny_config
 
 from transformer_vq import TransformerVQ
 from transformer_vq.checkpoint import CheckpointError
+from transformer_vq.files import read_tensors, write_tensors
 from transformer_vq.generate import read_prompts, stream
 from transformer_vq.snapshot import load_context, save_context
 
@@ -34,28 +37,52 @@ def test_a_snapshot_goes_on_bit_for_bit(tmp_path, attention, compressive_cache):
 def test_another_model_is_refused_with_the_reason(tmp_path):
     model = make()
     save_context(tmp_path / "state", model, read_prompts(model, [PROMPT]))
-    with pytest.raises(CheckpointError, match="its config differ"):
+    with pytest.raises(CheckpointError, match="config differ"):
         load_context(tmp_path / "state", make(n_code=8))
     other = make()
     with torch.no_grad():
         other.embed.weight[0, 0] += 1
-    with pytest.raises(CheckpointError, match="its weights differ"):
+    with pytest.raises(CheckpointError, match="weights differ"):
         load_context(tmp_path / "state", other)
     other = make()
     other.branches[1].quantizer.c_sum[0, 0, 0] += 1
-    with pytest.raises(CheckpointError, match="its codebooks differ"):
+    with pytest.raises(CheckpointError, match="codebooks differ"):
         load_context(tmp_path / "state", other)
 
 
 def test_files_that_are_no_snapshots(tmp_path):
     model = make()
     path = tmp_path / "state"
-    with pytest.raises(CheckpointError, match="there is no snapshot"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         load_context(path, model)
     save_context(path, model, read_prompts(model, [PROMPT]))
     path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(CheckpointError, match="not a whole snapshot"):
+    with pytest.raises(CheckpointError, match="not a readable"):
         load_context(path, model)
     model.save(path)
-    with pytest.raises(CheckpointError, match="is no snapshot"):
+    with pytest.raises(CheckpointError, match="is not a snapshot"):
         load_context(path, model)
+
+
+@pytest.mark.parametrize("attention", ["vq", "full"])
+def test_tensors_that_do_not_belong_to_a_state_are_rejected(tmp_path, attention):
+    """Files with a valid checksum, as another program could write them."""
+    model = make(attention=attention)
+    path = tmp_path / "state"
+    save_context(path, model, read_prompts(model, [PROMPT]))
+    tensors, metadata = read_tensors(path)
+    for name, x in tensors.items():
+        missing = {other: y for other, y in tensors.items() if other != name}
+        changes = [missing, tensors | {name: x[..., None]}, tensors | {f"{name}/more": x}]
+        changes.append(missing | {name: x[:0]})
+        if x.is_floating_point():
+            changes += [tensors | {name: torch.full_like(x, bad)} for bad in (math.nan, math.inf)]
+            changes.append(tensors | {name: x.long()})
+        else:
+            changes.append(tensors | {name: x - 2**40})
+            changes.append(tensors | {name: x + 2**40} if name.endswith("/z") else missing)
+        for changed in changes:
+            write_tensors(path, changed, metadata)
+            with pytest.raises(CheckpointError, match=str(path)) as found:
+                load_context(path, model)
+            assert "\n" not in str(found.value)

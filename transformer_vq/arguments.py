@@ -5,20 +5,23 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
+import re
 import sys
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
 from transformer_vq.config import RunConfig
+from transformer_vq.errors import UserError
 from transformer_vq.presets import PRESETS
 
 T = TypeVar("T")
 
 
-class UsageError(ValueError):
+class UsageError(UserError):
     """A command line that cannot be understood."""
 
 
@@ -47,10 +50,21 @@ def find_preset(name: str) -> RunConfig:
     return PRESETS[name]
 
 
-def check_can_write(option: str, path: Path | None) -> None:
-    """Told before the work that ends in writing a file, not after it."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+def check_can_write(option: str, path: Path | None, overwrite: bool = False) -> None:
+    """Fail before the work whose result could not be written."""
+    if path is None:
+        return
+    if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(f"{option} {path}: give the name of a file in a folder that exists")
+    if not overwrite and (path.exists() or path.is_symlink()):
+        raise UsageError(f"{option} {path}: the file exists; use --overwrite or another name")
+
+
+def check_unused(kind: str, given: dict[str, object], defaults: dict[str, object]) -> None:
+    """Reject options that this kind of run would ignore."""
+    for name, value in given.items():
+        if value != defaults[name]:
+            raise UsageError(f"--{name.replace('_', '-')} does not apply to a run on {kind}")
 
 
 def parse(kind: type[T], arguments: list[str], prog: str, default: T | None = None) -> T:
@@ -68,7 +82,26 @@ def parse(kind: type[T], arguments: list[str], prog: str, default: T | None = No
 
 def _one_line(box: str) -> str:
     """The text of an error box up to its last section, which only points at --help."""
-    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
-    lines = [line for line in lines if line.strip("─")]
+    lines = [line.strip("│╭╮╰╯|+ ") for line in box.splitlines()[1:]]
+    lines = [line for line in lines if line.strip("─-")]
     text = " ".join(line for line in lines if not line.startswith("For full helptext"))
+    # A value that the config rejects: its own message names the field and the fix.
+    if found := re.fullmatch(r"Error parsing [\w.-]+: ((\w+)\.\w+=.*)", text):
+        return found[1]
     return f"{text}; --help lists the options"
+
+
+def as_options(message: str) -> str:
+    """Name the fields of a run's config as they are typed: model.n_code=0 -> --model.n-code 0."""
+    return _FIELDS.sub(lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] else ''}", message)
+
+
+def _field_names() -> str:
+    hints = get_type_hints(RunConfig)
+    names = [
+        f"{part.name}.{f.name}" for part in fields(RunConfig) for f in fields(hints[part.name])
+    ]
+    return "|".join(map(re.escape, names))
+
+
+_FIELDS = re.compile(rf"(?<![\w.-])({_field_names()})(?:(=)|(?![\w.=]))")

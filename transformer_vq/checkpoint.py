@@ -1,4 +1,4 @@
-"""What a run keeps on disk: safetensors and JSON, written whole or not at all, never pickled.
+"""What a run keeps on disk: safetensors and JSON, complete or absent, verified, never pickled.
 
 RUN/config.json            the preset with its overrides
 RUN/metrics.jsonl          a line per logged update and per validation
@@ -10,31 +10,41 @@ RUN/best/model.safetensors the model with the lowest validation loss
 from __future__ import annotations
 
 import fcntl
-import json
+import os
 import shutil
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from transformer_vq.config import RunConfig
-from transformer_vq.files import folder_written_whole, write_json, write_tensors
+from transformer_vq.data.tokenizer import Tokenizer, load_tokenizer
+from transformer_vq.errors import UserError
+from transformer_vq.files import (
+    CorruptFileError,
+    folder_written_whole,
+    read_json,
+    read_tensors,
+    read_verified_json,
+    remove_leftovers,
+    write_tensors,
+    write_verified_json,
+)
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.ops.cache import CacheStats
 from transformer_vq.ops.state import AttentionState
 from transformer_vq.progress import warn
 
+CONFIG, BEST = "config.json", "best"
 MODEL, TENSORS, FACTS = "model.safetensors", "training.safetensors", "training.json"
+FORMAT = 2  # of run folders; raised whenever older ones can no longer be read
 
 
-class CheckpointError(ValueError):
-    """A run or checkpoint that is not there, not whole, or not what was asked for."""
+class CheckpointError(UserError):
+    """A run or checkpoint that does not exist, is corrupt, or is not what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -47,25 +57,58 @@ class Checkpoint:
     facts: dict[str, Any]
 
 
+def write_config(run: Path, config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Write the config of a run, and which tokenizer belongs to it."""
+    about = {"format": FORMAT, "tokenizer_sha256": getattr(tokenizer, "sha256", None)}
+    write_verified_json(run / CONFIG, config.to_dict() | about)
+
+
 def read_config(run: Path) -> RunConfig:
-    """The config of a run."""
-    path = run / "config.json"
+    """Return the config of a run; raises CheckpointError if the folder does not hold one."""
+    values = _read_config(run)
+    del values["format"], values["tokenizer_sha256"]
+    return RunConfig.from_dict(values)
+
+
+def read_tokenizer(run: Path) -> Tokenizer:
+    """Return the tokenizer of a run, verified."""
+    return load_tokenizer(run, _read_config(run)["tokenizer_sha256"])
+
+
+def _read_config(run: Path) -> dict[str, Any]:
+    path = run / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{run} is not a run folder (no {CONFIG})")
+    values = read_json(path)
+    if isinstance(values, dict) and "model" in values and values.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{run} was written by another version of transformer_vq (format "
+            f"{values.get('format', 1)!r:.20}, this version reads {FORMAT}); train it again"
+        )
     try:
-        return RunConfig.from_dict(json.loads(path.read_text()))
-    except FileNotFoundError:
-        raise CheckpointError(f"{run} holds no run: there is no config.json in it") from None
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
+        return read_verified_json(path)
+    except CorruptFileError as error:
+        raise CheckpointError(
+            f"{error}; restore it from a copy, or start a new run (`tvq train`)"
+        ) from error
 
 
 @contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Only one process at a time works on a run; the lock goes with the process."""
-    with open(run / ".lock", "w") as file:
+    """Let only one process at a time work on a run; the lock ends with the process.
+
+    What killed processes have left behind is removed.
+    """
+    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW
+    with open(os.open(run / ".lock", flags, 0o666), "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CheckpointError(f"{run} is being worked on by another process") from None
+            raise CheckpointError(
+                f"{run} is in use by another process; wait for it or stop it"
+            ) from None
+        for folder in (run, run / "checkpoints", run / BEST):
+            remove_leftovers(folder)
         yield
 
 
@@ -86,10 +129,12 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
     """
     folder = checkpoint_folder(run, checkpoint.step)
     with folder_written_whole(folder) as partial:
-        checkpoint.model.save(partial / MODEL)
-        write_tensors(partial / TENSORS, checkpoint.tensors)
-        sums = {name: _checksum(partial / name) for name in (MODEL, TENSORS)}
-        write_json(partial / FACTS, checkpoint.facts | {"step": checkpoint.step, "checksums": sums})
+        digests = {
+            MODEL: checkpoint.model.save(partial / MODEL),
+            TENSORS: write_tensors(partial / TENSORS, checkpoint.tensors),
+        }
+        facts = checkpoint.facts | {"format": FORMAT, "step": checkpoint.step, "digests": digests}
+        write_verified_json(partial / FACTS, facts)
         if folder.exists():  # one that could not be read, or another attempt at the same step
             shutil.rmtree(folder)
     for step in checkpoint_steps(run)[:-keep]:
@@ -99,29 +144,37 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 
 def load_checkpoint(run: Path, step: int) -> Checkpoint:
-    """One checkpoint of a run; raises CheckpointError unless all of it is as it was written."""
+    """Return one checkpoint; raises CheckpointError unless all of it is as it was written."""
     folder = checkpoint_folder(run, step)
     try:
-        facts = json.loads((folder / FACTS).read_text())
-        for name, checksum in facts["checksums"].items():
-            if _checksum(folder / name) != checksum:
-                raise CheckpointError(f"{folder / name} is damaged: its checksum is wrong")
-        model = TransformerVQ.load(folder / MODEL)
-        return Checkpoint(facts["step"], model, load_file(folder / TENSORS), facts)
-    except (OSError, KeyError, TypeError, json.JSONDecodeError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error}") from error
+        facts = read_verified_json(folder / FACTS)
+        if facts.get("format") != FORMAT:
+            raise CheckpointError(f"{folder} was written by another version of transformer_vq")
+        if facts["step"] != step:
+            raise CheckpointError(f"{folder} holds step {facts['step']}; was it renamed?")
+        model = TransformerVQ.load(folder / MODEL, digest=facts["digests"][MODEL])
+        tensors, _ = read_tensors(folder / TENSORS, facts["digests"][TENSORS])
+    except CorruptFileError as error:
+        raise CheckpointError(str(error)) from error
+    return Checkpoint(step, model, tensors, facts)
 
 
 def newest_checkpoint(run: Path) -> Checkpoint | None:
-    """The newest checkpoint that is whole; says so if a newer one is not. None if there is none."""
+    """Return the newest checkpoint that can be used, with a warning for every newer one.
+
+    None if there is not one yet; raises CheckpointError if all are damaged.
+    """
     steps = checkpoint_steps(run)
     for step in reversed(steps):
         try:
             return load_checkpoint(run, step)
         except CheckpointError as error:
-            warn(f"{error}; looking for an older checkpoint")
+            warn(f"{error}; trying the checkpoint before it")
     if steps:
-        raise CheckpointError(f"{run} has {len(steps)} checkpoints and none of them can be read")
+        raise CheckpointError(
+            f"all {len(steps)} checkpoints of {run} are corrupt; restore one from a copy, or start "
+            "a new run"
+        )
     return None
 
 
@@ -132,13 +185,22 @@ def load_model(run: Path, which: str = "best") -> tuple[TransformerVQ, str]:
     """
     if run.is_file():
         return TransformerVQ.load(run), run.name
-    read_config(run)
-    if which == "best" and (run / "best" / MODEL).is_file():
-        return TransformerVQ.load(run / "best" / MODEL), "best"
+    config = read_config(run)
+    best = run / BEST / MODEL
+    if which == "best" and best.is_file():
+        try:
+            model = TransformerVQ.load(best)
+        except CorruptFileError as error:
+            raise CheckpointError(f"{error}; use --checkpoint last") from error
+        if model.config != config.model:
+            raise CheckpointError(f"{best} is not a model of this run; use --checkpoint last")
+        return model, "best"
     if which in ("best", "last"):
         newest = newest_checkpoint(run)
         if newest is None:
-            raise CheckpointError(f"{run} has no checkpoint yet")
+            raise CheckpointError(f"{run} has no checkpoint yet; continue with `tvq resume {run}`")
+        if which == "best" and newest.facts["best_loss"] is not None:
+            raise CheckpointError(f"{best} is missing; use --checkpoint last")
         return newest.model, f"step {newest.step}"
     steps = checkpoint_steps(run)
     if not which.isdigit() or int(which) not in steps:
@@ -189,11 +251,3 @@ def _nest(tensors: dict[str, Tensor]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[last] = x
     return tree
-
-
-def _checksum(path: Path) -> str:
-    crc = 0
-    with open(path, "rb") as file:
-        while data := file.read(1 << 22):
-            crc = zlib.crc32(data, crc)
-    return f"{path.stat().st_size}-{crc:08x}"

@@ -1,7 +1,7 @@
 """tvq: one subcommand = one library call.
 
-Results go to stdout, progress and warnings to stderr. A user's mistake is one line and exit
-status 2.
+Results go to stdout, progress and warnings to stderr. `main` is the one place that turns expected
+failures into one line and exit status 2; anything else is a bug and shows its traceback.
 """
 
 from __future__ import annotations
@@ -11,27 +11,32 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformer_vq.arguments import (
     UsageError,
+    as_options,
     check_can_write,
+    check_unused,
     find_preset,
     first_word,
     nearest,
     parse,
 )
-from transformer_vq.checkpoint import load_model, read_config
+from transformer_vq.checkpoint import load_model, read_config, read_tokenizer
 from transformer_vq.cli_bench import bench
 from transformer_vq.commands import Eval, Export, Info, Plot, Prepare, Resume, Sample, Train
 from transformer_vq.config import DataConfig
 from transformer_vq.data.corpora import prepare
 from transformer_vq.data.enwik8 import download
-from transformer_vq.data.tokenizer import Tokenizer, load_tokenizer
+from transformer_vq.data.tokenizer import Tokenizer
+from transformer_vq.errors import UserError, is_out_of_memory
 from transformer_vq.evaluate import Protocol, evaluate_run
-from transformer_vq.files import write_json
+from transformer_vq.files import write_verified_json
 from transformer_vq.generate import Sampling
 from transformer_vq.nn.device import find_device, keep_freed_memory
 from transformer_vq.nn.model import TransformerVQ
@@ -40,7 +45,7 @@ from transformer_vq.presets import PRESETS
 from transformer_vq.progress import IS_SILENT
 from transformer_vq.report import corpus_facts, corpus_table, evaluation_table, sizes_table
 from transformer_vq.sample import read_text, sample_pictures, sample_text, save_grid
-from transformer_vq.sizes import sizes
+from transformer_vq.sizes import memory_hint, sizes
 from transformer_vq.snapshot import load_context, save_context
 from transformer_vq.training.loop import Result, TrainingError
 from transformer_vq.training.runs import resume as resume_run
@@ -51,42 +56,51 @@ PROTOCOLS: dict[str, tuple[Protocol, ...]] = {
     "streaming": ("streaming",),
     "both": ("windowed", "streaming"),
 }
+# Options of `tvq sample` that only one kind of run uses.
+TEXT_ONLY = ("prompt", "prompt_file", "tokens", "stop", "save_state", "load_state")
+IMAGES_ONLY = ("pictures", "keep", "out")
 
 
-def train(arguments: list[str]) -> None:
+def train(arguments: list[str]) -> int:
     name, rest = first_word(arguments, "train", "PRESET", f"presets: {', '.join(PRESETS)}")
     command = parse(Train, rest, f"train {name}", Train(find_preset(name), Path("runs") / name))
-    _report(train_run(command.run, command.out), command.json)
+    with _memory_advice(memory_hint(command.run)):
+        return _report(train_run(command.run, command.out), command.json)
 
 
-def resume(arguments: list[str]) -> None:
+def resume(arguments: list[str]) -> int:
     name, rest = first_word(arguments, "resume", "RUN", "RUN is the folder of a run")
     command = parse(Resume, rest, f"resume {name}", Resume(read_config(Path(name))))
-    _report(resume_run(Path(name), command.run), command.json)
+    with _memory_advice("use --train.recompute"):
+        return _report(resume_run(Path(name), command.run), command.json)
 
 
 def eval_(arguments: list[str]) -> None:
     name, rest = first_word(arguments, "eval", "RUN", "RUN is the folder of a run")
     run, config = Path(name), read_config(Path(name))
     command = parse(Eval, rest, f"eval {name}", Eval(config.data))
-    facts, results = evaluate_run(
-        run,
-        data=command.data,
-        split=command.split,
-        protocols=PROTOCOLS.get(command.protocol),
-        checkpoint=command.checkpoint,
-        seq_len=command.seq_len,
-        batch_size=command.batch_size,
-        max_tokens=command.max_tokens,
-        precision=command.precision,
-        device=find_device(command.device),
-    )
+    check_can_write("--out", command.out, command.overwrite)
+    if command.protocol == "streaming" and command.seq_len is not None:
+        raise UsageError("--seq-len does not apply to --protocol streaming")
+    with _memory_advice("reduce --batch-size"):
+        facts, results = evaluate_run(
+            run,
+            data=command.data,
+            split=command.split,
+            protocols=PROTOCOLS.get(command.protocol),
+            checkpoint=command.checkpoint,
+            seq_len=command.seq_len,
+            batch_size=command.batch_size,
+            max_tokens=command.max_tokens,
+            precision=command.precision,
+            device=find_device(command.device),
+        )
     print(evaluation_table(facts, results))
     out = command.out
     if out is None and command.data == config.data and command.max_tokens is None:
         out = run / f"evaluation-{command.split}.json"
     if out is not None:
-        write_json(out, facts)
+        write_verified_json(out, facts)
     _print_json(facts, command.json)
 
 
@@ -97,32 +111,41 @@ def sample(arguments: list[str]) -> None:
     sampling = Sampling(command.temperature, command.top_p, command.top_k)
     if command.batch < 1:
         raise UsageError(f"--batch {command.batch}: must be at least 1")
-    check_can_write("--out", command.out)
-    check_can_write("--save-state", command.save_state)
+    if command.tokens < 0:
+        raise UsageError(f"--tokens {command.tokens}: must not be negative")
+    if command.seed is not None and command.seed < 0:
+        raise UsageError(f"--seed {command.seed}: must not be negative")
+    check_can_write("--out", command.out, command.overwrite)
+    check_can_write("--save-state", command.save_state, command.overwrite)
     config = read_config(run)
-    model, _ = load_model(run, command.checkpoint)
-    model.to(find_device(command.device))
-    if config.data.has_pictures:
-        default = run / "samples.png"
-        out = default if command.out is None else command.out
-        if out != default and out.exists():
-            raise UsageError(f"{out} exists; choose another --out")
-        drawn = sample_pictures(
-            model,
-            load_tokenizer(run).bos,
-            sampling,
-            n=command.batch,
-            begun=command.pictures,
-            keep=command.keep,
-            seed=command.seed,
-            compiled=command.compile,
-        )
-        save_grid(drawn, out)
-        print(out)
-        _print_json({"run": str(run), "picture": str(out)}, command.json)
-        return
-    texts = _sample_text(command, model, load_tokenizer(run), sampling)
-    _print_json({"run": str(run), "texts": texts}, command.json)
+    kind, unused = ("images", TEXT_ONLY) if config.data.has_pictures else ("text", IMAGES_ONLY)
+    given = {name: getattr(command, name) for name in unused}
+    check_unused(kind, given, vars(Sample()))
+    with _memory_advice("reduce --batch"):
+        model, _ = load_model(run, command.checkpoint)
+        model.to(find_device(command.device))
+        if config.data.has_pictures:
+            _sample_pictures(command, run, model, sampling)
+        else:
+            texts = _sample_text(command, model, read_tokenizer(run), sampling)
+            _print_json({"run": str(run), "texts": texts}, command.json)
+
+
+def _sample_pictures(command: Sample, run: Path, model: TransformerVQ, sampling: Sampling) -> None:
+    out = run / "samples.png" if command.out is None else command.out
+    drawn = sample_pictures(
+        model,
+        read_tokenizer(run).bos,
+        sampling,
+        n=command.batch,
+        begun=command.pictures,
+        keep=command.keep,
+        seed=command.seed,
+        compiled=command.compile,
+    )
+    save_grid(drawn, out)
+    print(out)
+    _print_json({"run": str(run), "picture": str(out)}, command.json)
 
 
 def _sample_text(
@@ -133,7 +156,10 @@ def _sample_text(
         raise UsageError("give --prompt or --prompt-file, not both")
     prompt = command.prompt or ""
     if command.prompt_file is not None:
-        prompt = command.prompt_file.read_bytes().decode(errors="surrogateescape")
+        try:
+            prompt = command.prompt_file.read_bytes().decode(errors="surrogateescape")
+        except OSError as error:
+            raise UsageError(f"--prompt-file {command.prompt_file}: {error.strerror}") from error
     context = None
     if command.load_state is not None:
         context = load_context(command.load_state, model)
@@ -171,7 +197,7 @@ def prepare_(arguments: list[str]) -> None:
     command = parse(Prepare, arguments, "prepare")
     data = DataConfig(command.dataset, command.path, command.tokenizer, command.cache)
     if command.dataset == "enwik8" and command.path is None:
-        download(Path(command.cache).expanduser())
+        download(Path(os.path.expanduser(command.cache)))
     corpus = prepare(data, command.vocab_size)
     print(corpus_table(corpus))
     _print_json(corpus_facts(corpus), command.json)
@@ -199,11 +225,12 @@ def plot(arguments: list[str]) -> None:
     from transformer_vq.bench.plots import plot_path
 
     command = parse(Plot, arguments, "plot")
+    check_can_write("--out", command.out, command.overwrite)
     for path in plot_path(command.path, command.out):
         print(path)
 
 
-COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
+COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
     "train": (train, "train a model from a preset"),
     "resume": (resume, "go on with a run"),
     "eval": (eval_, "score a split of the data: bits per byte, word-level perplexity"),
@@ -217,7 +244,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 done, 2 the user's mistake, 1 a run that could not go on."""
+    """Run a command and exit: 0 done, 2 a mistake or bad file, 1 a run that could not continue."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_overview())
@@ -231,24 +258,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UsageError(
                 f"there is no command {name!r}{nearest(name, COMMANDS)}; see tvq --help"
             )
-        COMMANDS[name][0](rest)
-        leave()
+        status = COMMANDS[name][0](rest) or 0
+        leave(status)
+        if status:
+            sys.exit(status)
     except TrainingError as error:
         _fail(str(error), 1)
     except BrokenPipeError:
         sys.exit(0)  # the reader of the output has gone, as `head` does
-    except (ValueError, OSError) as error:
+    except (UserError, OSError) as error:
         _fail(str(error), 2)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
+    except Exception as error:
+        if is_out_of_memory(error):
+            _fail("out of memory; use a smaller model, batch or sequence", 2)
+        traceback.print_exc()
+        _fail("this is a bug; please report it together with the lines above", 1)
+
+
+@contextmanager
+def _memory_advice(advice: str) -> Iterator[None]:
+    """Name the options that reduce memory if there is not enough."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise UserError(f"out of memory; {advice}") from error
+        raise
 
 
 def _fail(message: str, status: int) -> None:
     if IS_SILENT:
-        # What went wrong everywhere is told by the first process, and torchrun ends this one.
+        # Rank 0 reports what went wrong on all ranks, and torchrun ends this one.
         time.sleep(3)
-        message = f"process {os.environ['RANK']}: {message}"
-    print(f"tvq: {message}", file=sys.stderr)
+        message = f"rank {os.environ['RANK']}: {message}"
+    print(f"tvq: {as_options(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(status)
 
 
@@ -268,14 +313,13 @@ def _overview() -> str:
     )
 
 
-def _report(result: Result, as_json: bool) -> None:
-    """How a sitting ended; a run stopped by a signal ends with that signal's exit status."""
-    stopped_by = None if result.finished else result.stopped_by
-    if stopped_by is None:
-        print(f"{result.run}: {result.step} updates, {result.best_loss:.4f} nats per token at best")
+def _report(result: Result, as_json: bool) -> int:
+    """Print how training ended; return the exit status, that of the signal if one stopped it."""
+    if result.stopped_by is None:
+        print(f"{result.run}: {result.step} steps, best loss {result.best_loss:.4f} nats per token")
         print(f"next: tvq eval {result.run} --split test; tvq plot {result.run}")
     else:
-        print(f"stopped at update {result.step} and saved; go on with: tvq resume {result.run}")
+        print(f"stopped at step {result.step} and saved; continue with: tvq resume {result.run}")
     best = result.best_loss if math.isfinite(result.best_loss) else None
     facts = {
         "run": str(result.run),
@@ -284,8 +328,7 @@ def _report(result: Result, as_json: bool) -> None:
         "best_validation_nats_per_token": best,
     }
     _print_json(facts, as_json)
-    if stopped_by is not None:
-        sys.exit(128 + stopped_by)
+    return 0 if result.stopped_by is None else 128 + result.stopped_by
 
 
 def _print_json(facts: dict[str, Any], wanted: bool) -> None:

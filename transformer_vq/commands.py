@@ -12,6 +12,7 @@ from transformer_vq.config import DataConfig, Dataset, RunConfig
 
 Flat = Annotated[RunConfig, tyro.conf.arg(name="")]
 Json = Annotated[bool, tyro.conf.arg(help="Make the last line of stdout one JSON object.")]
+Overwrite = Annotated[bool, tyro.conf.arg(help="Replace an existing output file.")]
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Eval:
     out: Path | None = None
     """JSON file for the results; by default RUN/evaluation-SPLIT.json if the run's own data were
     scored whole, else none."""
+    overwrite: Overwrite = False
     precision: Literal["fp32", "bf16"] = "fp32"
     device: str = "auto"
     json: Json = False
@@ -93,8 +95,8 @@ class Sample:
     keep: float = 0.5
     """The upper part of given pictures that is kept."""
     out: Path | None = None
-    """For runs on pictures: the PNG to write, a new file; RUN/samples.png by default, which takes
-    the place of the one before."""
+    """For runs on pictures: the PNG to write; by default RUN/samples.png, which is replaced."""
+    overwrite: Overwrite = False
     checkpoint: str = "best"
     """best, last, or the number of a step."""
     compile: bool = False
@@ -147,4 +149,5 @@ class Plot:
     path: tyro.conf.Positional[Path]
     """Folder of a run, or a JSON file from benchmarks/."""
     out: Path | None = None
-    """PNG to write; beside the data by default."""
+    """PNG to write; by default next to the data, where an older figure is replaced."""
+    overwrite: Overwrite = False

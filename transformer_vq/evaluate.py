@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_vq.checkpoint import load_model, read_config
+from transformer_vq.checkpoint import load_model, read_config, read_tokenizer
 from transformer_vq.config import DataConfig
 from transformer_vq.data.batches import Batch, cuts_documents, read_rows
 from transformer_vq.data.corpora import Split, SplitSize, prepare
 from transformer_vq.data.tokenizer import MODEL_FILE
+from transformer_vq.errors import UserError
 from transformer_vq.nn.device import evaluating, matmul_precision
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import progress_bar
@@ -162,12 +163,13 @@ def evaluate_run(
     model.to(device or torch.device("cpu"))
     data = config.data if data is None else data
     vocabulary = run / MODEL_FILE
-    if vocabulary.is_file() and data != config.data and data.tokenizer == config.data.tokenizer:
-        data = replace(data, tokenizer=str(vocabulary))  # other data in the run's own pieces
+    is_other = data != config.data and data.tokenizer == config.data.tokenizer
+    if vocabulary.is_file() and is_other and data.dataset == "pg19":
+        data = replace(data, tokenizer=str(vocabulary))  # other books in the run's own pieces
     corpus = prepare(data, config.model.vocab_size)
-    if vocabulary.is_file() and not _same_file(vocabulary, corpus.folder / MODEL_FILE):
-        raise ValueError(
-            f"these data are not in the vocabulary of {run}; give books (--data.dataset pg19) and "
+    if read_tokenizer(run).sha256 != corpus.tokenizer().sha256:
+        raise UserError(
+            f"these data do not have the vocabulary of {run}; use books (--data.dataset pg19) and "
             f"--data.tokenizer {vocabulary}"
         )
     tokens = corpus.split(split)
@@ -207,14 +209,10 @@ def evaluate_run(
     return facts, results
 
 
-def _same_file(a: Path, b: Path) -> bool:
-    return b.is_file() and a.read_bytes() == b.read_bytes()
-
-
 def _check_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
         if size is not None and size < 1:
-            raise ValueError(f"{name}={size}: must be at least 1")
+            raise UserError(f"{name}={size}: must be at least 1")
 
 
 def _contexts(

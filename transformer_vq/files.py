@@ -1,9 +1,17 @@
-"""Files and folders that are whole or not there: written under another name, then renamed."""
+"""Files that are complete or absent, and verified when they are read.
+
+Everything is written under a temporary name and renamed. What decides a result carries a SHA-256:
+safetensors files in their own metadata, JSON files in a field, other files in a JSON file next to
+them. Temporary names are random and created exclusively, so no existing file or symbolic link is
+written through; `remove_leftovers` deletes those of processes that were killed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,19 +19,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from transformer_vq.errors import UserError
+
+DIGEST = "sha256"
+PARTIAL = ".partial"
+
+
+class CorruptFileError(UserError):
+    """A file that is missing, incomplete or not what was written."""
+
+
+class MissingFileError(CorruptFileError, FileNotFoundError):
+    """A file that does not exist."""
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """The name to write to; when that has succeeded, the file takes the place of `path`."""
-    partial = path.with_name(f".{path.name}.partial")
+    """Yield a temporary file to write to; on success it is renamed to `path`."""
+    partial = _partial_name(path)
+    # Created here, not by the writer, so that every file gets the mode the umask asks for.
     try:
+        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    try:
+        mode = partial.stat().st_mode & 0o777
         yield partial
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
+        partial.chmod(mode)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -31,15 +59,34 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def folder_written_whole(folder: Path) -> Iterator[Path]:
-    """The folder to fill; when that has succeeded, it becomes `folder`, which holds nothing yet."""
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    """Yield a temporary folder to fill; on success it is renamed to `folder`.
+
+    Raises OSError if `folder` exists by then and is not empty.
+    """
+    partial = _partial_name(folder)
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    partial.mkdir()
     try:
-        partial.mkdir(parents=True)
         yield partial
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete the temporary files and folders that killed processes left in `folder`.
+
+    Call this only while no other process can be writing there.
+    """
+    for path in folder.glob(f".*.{'[0-9a-f]' * 8}{PARTIAL}"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _partial_name(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -51,23 +98,109 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file; raises CorruptFileError if it does not hold one."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise MissingFileError(f"{path} does not exist") from None
+    except OSError as error:
+        raise CorruptFileError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{path} is not valid JSON: {error}") from error
+
+
+def write_verified_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object together with its own checksum, for `read_verified_json`."""
+    write_json(path, value | {DIGEST: _json_digest(value)})
+
+
+def read_verified_json(path: Path) -> dict[str, Any]:
+    """Return what `write_verified_json` wrote; raises CorruptFileError if anything differs."""
+    value = read_json(path)
+    if not isinstance(value, dict) or DIGEST not in value:
+        raise CorruptFileError(f"{path} has no checksum; it was not written by this version")
+    digest = value.pop(DIGEST)
+    if digest != _json_digest(value):
+        raise CorruptFileError(f"{path} is corrupt or was edited: its checksum does not match")
+    return value
+
+
+def _json_digest(value: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's content."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, DIGEST).hexdigest()
+    except OSError as error:
+        raise CorruptFileError(f"cannot read {path}: {error.strerror or error}") from error
+
+
 def write_tensors(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
-) -> None:
-    """One safetensors file; raises OSError if it cannot be written, for a full disk say."""
+) -> str:
+    """Write a safetensors file with its checksum in the metadata; return the checksum.
+
+    Raises OSError if it cannot be written, for example on a full disk.
+    """
+    metadata = metadata or {}
+    digest = _tensors_digest(tensors, metadata)
     try:
         with written_whole(path) as partial:
-            save_file(_apart(tensors), partial, metadata=metadata)
+            save_file(_unshared(tensors), partial, metadata=metadata | {DIGEST: digest})
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error
+    return digest
 
 
-def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors, those that share memory copied: safetensors takes no others."""
-    apart, seen = {}, set()
+def read_tensors(path: Path, digest: str | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and metadata that `write_tensors` wrote.
+
+    digest: the checksum it returned, if known. Raises CorruptFileError if anything differs.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise MissingFileError(f"{path} does not exist") from None
+    except (SafetensorError, OSError) as error:
+        raise CorruptFileError(f"{path} is not a readable safetensors file: {error}") from error
+    stored = metadata.pop(DIGEST, None)
+    if stored is None:
+        raise CorruptFileError(f"{path} has no checksum; it was not written by this version")
+    if stored != _tensors_digest(tensors, metadata) or digest not in (None, stored):
+        raise CorruptFileError(f"{path} is corrupt: its checksum does not match")
+    return tensors, metadata
+
+
+def tensors_digest(tensors: dict[str, Tensor]) -> str:
+    """Return a SHA-256 over names, types, shapes and values."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        x = tensors[name].detach().cpu()
+        digest.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
+        x = x.flatten().contiguous()
+        if x.stride(0) != 1:  # a single number of which torch says that it is contiguous
+            x = x.clone(memory_format=torch.contiguous_format)
+        digest.update(x.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _tensors_digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    content = {"tensors": tensors_digest(tensors), "metadata": metadata}
+    return _json_digest(content)
+
+
+def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that share memory, and make all contiguous, as safetensors requires."""
+    unshared, seen = {}, set()
     for name, x in tensors.items():
         place = x.untyped_storage().data_ptr()
-        apart[name] = x.clone(memory_format=torch.contiguous_format) if place in seen else x
-        apart[name] = apart[name].contiguous()
+        copy = x.clone(memory_format=torch.contiguous_format) if place in seen else x
+        unshared[name] = copy.contiguous()
         seen.add(place)
-    return apart
+    return unshared

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from transformer_vq.errors import UserError
 from transformer_vq.nn.decoder import Decoder
 from transformer_vq.nn.device import evaluating
 from transformer_vq.nn.model import ModelState, TransformerVQ
@@ -36,12 +38,12 @@ class Sampling:
     """Keep at most so many of the likeliest tokens."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature={self.temperature}: must not be negative")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature={self.temperature}: must be a number of at least 0")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p}: must be above 0 and at most 1")
+            raise UserError(f"top_p={self.top_p}: must be above 0 and at most 1")
         if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k}: must be at least 1, or None")
+            raise UserError(f"top_k={self.top_k}: must be at least 1, or None")
 
     def choose(self, logits: Tensor, chance: Tensor) -> Tensor:
         """logits: [b, vocab_size], chance: [b] numbers from 0 to 1 -> tokens: [b]."""
@@ -83,7 +85,7 @@ def read_prompts(
     says what was read before it.
     """
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
-        raise ValueError("a prompt has no tokens; begin with the tokenizer's bos")
+        raise UserError("a prompt has no tokens; begin with the tokenizer's bos")
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
     state = model.init_state(len(prompts)) if context is None else context.state
@@ -129,9 +131,9 @@ def stream(
     compiled: by torch.compile, which takes half a minute and then decodes faster.
     """
     if max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens}: must not be negative")
+        raise UserError(f"max_new_tokens={max_new_tokens}: must not be negative")
     if compiled and model.config.attention == "full":
-        raise ValueError("full attention grows with every token and cannot be compiled")
+        raise UserError("full attention grows with every token and cannot be compiled")
     sampling = sampling or Sampling()
     return _stream(model, context, max_new_tokens, sampling, seed, set(stop_tokens), compiled)
 

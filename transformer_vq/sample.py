@@ -10,8 +10,8 @@ import numpy as np
 
 from transformer_vq.data.images import N_TOKENS, SIDE, to_pictures, to_tokens
 from transformer_vq.data.pictures import decode
-from transformer_vq.data.source import DataError
 from transformer_vq.data.tokenizer import Tokenizer
+from transformer_vq.errors import UserError, missing_extra
 from transformer_vq.files import written_whole
 from transformer_vq.generate import Context, Sampling, read_prompts, stream
 from transformer_vq.nn.model import TransformerVQ
@@ -121,7 +121,7 @@ def sample_pictures(
     prompts: list[list[int]] = [[bos]] * n
     if begun:
         if not 0 < keep < 1:
-            raise ValueError(f"keep={keep}: must be above 0 and below 1")
+            raise UserError(f"keep={keep}: must be above 0 and below 1")
         n_kept = round(keep * SIDE) * SIDE * 3  # whole rows of pixels
         rows = to_tokens(np.stack([decode(path) for path in begun]))
         prompts = [[bos, *row[:n_kept].tolist()] for row in rows for _ in range(n)]
@@ -141,7 +141,7 @@ def save_grid(pictures: np.ndarray, path: Path, scale: int = 4) -> None:
     try:
         from PIL import Image
     except ImportError:
-        raise DataError("pictures need Pillow: pip install 'transformer-vq[image]'") from None
+        raise missing_extra("a PNG file", "Pillow", "image") from None
     n, height, width, _ = pictures.shape
     columns = int(np.ceil(np.sqrt(n)))
     rows = -(-n // columns)

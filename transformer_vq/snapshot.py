@@ -1,18 +1,17 @@
-"""What a model has read, as one safetensors file: a long document is read once and asked often."""
+"""What a model has read, as one safetensors file: a long document is read once, queried often."""
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from transformer_vq.checkpoint import CheckpointError, state_from_tensors, state_to_tensors
-from transformer_vq.files import write_tensors
+from transformer_vq.files import CorruptFileError, read_tensors, tensors_digest, write_tensors
 from transformer_vq.generate import Context
 from transformer_vq.nn.model import TransformerVQ
 
@@ -20,27 +19,55 @@ from transformer_vq.nn.model import TransformerVQ
 def save_context(path: Path, model: TransformerVQ, context: Context) -> None:
     """Write logits and state, and which model they belong to, atomically."""
     tensors = {"logits": context.logits} | state_to_tensors(context.state)
-    write_tensors(path, tensors, _identity(model))
+    write_tensors(Path(path), tensors, _identity(model))
 
 
 def load_context(path: Path, model: TransformerVQ) -> Context:
-    """What `save_context` wrote; raises CheckpointError if it is of another model."""
+    """Return what `save_context` wrote; raises CheckpointError if it belongs to another model."""
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no snapshot {path}") from None
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is not a whole snapshot: {error}") from error
+        tensors, metadata = read_tensors(Path(path))
+    except CorruptFileError as error:
+        raise CheckpointError(f"{error}; write the snapshot again with --save-state") from error
     if "logits" not in tensors or "config" not in metadata:
-        raise CheckpointError(f"{path} is no snapshot of a state")
+        raise CheckpointError(f"{path} is not a snapshot; write one with --save-state")
     for part, value in _identity(model).items():
         if metadata.get(part) != value:
-            raise CheckpointError(f"{path} was read by another model: its {part} differ")
+            raise CheckpointError(
+                f"{path} was written by another model ({part} differ); write it again with "
+                "--save-state"
+            )
+    _check(path, tensors, model)
     device = next(model.parameters()).device
     state = state_from_tensors(tensors).to(device)
     return Context(tensors["logits"].to(device), state)
+
+
+def _check(path: Path, tensors: dict[str, Tensor], model: TransformerVQ) -> None:
+    """Raise CheckpointError unless these are the tensors of a state of this model."""
+    n_rows = len(tensors["logits"]) if tensors["logits"].ndim == 2 else 0
+    wanted = state_to_tensors(model.init_state(max(n_rows, 1)))
+    wanted["logits"] = torch.empty(max(n_rows, 1), model.config.vocab_size)
+    optional = {name for name in tensors if name.endswith("/document")}
+    if wrong := (wanted.keys() ^ tensors.keys()) - optional:
+        raise CheckpointError(f"{path} is not a snapshot: {min(wrong)} is missing or unknown")
+    grows = model.config.attention == "full"  # one key and value per token
+    for name, x in tensors.items():
+        if name in optional:
+            fits = x.shape == (n_rows,)
+        else:
+            want = list(wanted[name].shape)
+            if grows and name.endswith(("/k", "/v")) and x.ndim == len(want):
+                want[2] = x.shape[2]
+            same_kind = x.is_floating_point() == wanted[name].is_floating_point()
+            fits = list(x.shape) == want and same_kind
+        if not fits:
+            raise CheckpointError(
+                f"{path} is not a snapshot of this model: {name} is {x.dtype} {list(x.shape)}"
+            )
+        limit = model.config.n_code if name.endswith("/z") else math.inf
+        is_possible = x.isfinite() if x.is_floating_point() else (x >= 0) & (x < limit)
+        if not is_possible.all():
+            raise CheckpointError(f"{path} has values in {name} that cannot be")
 
 
 def _identity(model: TransformerVQ) -> dict[str, str]:
@@ -48,15 +75,6 @@ def _identity(model: TransformerVQ) -> dict[str, str]:
     codebooks = {name: x for name, x in model.named_buffers() if ".c_" in name}
     return {
         "config": json.dumps(asdict(model.config), sort_keys=True),
-        "weights": _digest(dict(model.named_parameters())),
-        "codebooks": _digest(codebooks),
+        "weights": tensors_digest(dict(model.named_parameters())),
+        "codebooks": tensors_digest(codebooks),
     }
-
-
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        x = tensors[name].detach().cpu().contiguous().flatten()
-        digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-        digest.update(x.view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -20,7 +20,10 @@ from transformer_vq.hf.export import export
 from transformer_vq.training.runs import train
 
 README = Path(__file__).parents[2] / "README.md"
-FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer_config.json"}
+FILES = {
+    *("checksums.json", "config.json", "generation_config.json"),
+    *("model.safetensors", "tokenizer_config.json"),
+}
 
 
 def books(folder):
@@ -31,11 +34,21 @@ def books(folder):
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on bytes."""
+    return trained(tmp_path_factory.mktemp("bytes"))
+
+
 @pytest.fixture(scope="module", params=["bytes", "sentencepiece"])
-def run(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
+def run_with_tokenizer(request, tmp_path_factory):
+    """A run with each kind of tokenizer."""
+    return trained(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def trained(folder, tokenizer="bytes"):
     config = tiny_run(folder, train={"steps": 4})
-    if request.param == "sentencepiece":
+    if tokenizer == "sentencepiece":
         config = replace(
             config,
             model=replace(config.model, vocab_size=300),
@@ -45,7 +58,8 @@ def run(request, tmp_path_factory):
     return folder / "run"
 
 
-def test_an_exported_run_writes_what_the_run_writes(run, tmp_path):
+def test_an_exported_run_writes_what_the_run_writes(run_with_tokenizer, tmp_path):
+    run = run_with_tokenizer
     assert export(run, tmp_path / "out") == "best"
     ours, tokenizer = load_model(run)[0], load_tokenizer(run)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -86,7 +100,7 @@ def test_what_fails_leaves_nothing(run, tmp_path, monkeypatch):
         export(run, tmp_path / "out")
     with pytest.raises(CheckpointError, match="no checkpoint '7'"):
         export(run, tmp_path / "out", "7")
-    with pytest.raises(CheckpointError, match="holds no run"):
+    with pytest.raises(CheckpointError, match="is not a run folder"):
         export(tmp_path, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from transformer_vq import ModelConfig, TransformerVQ
+from transformer_vq.errors import UserError
 from transformer_vq.hf import (
     TransformerVQCache,
     TransformerVQConfig,
@@ -72,6 +73,7 @@ def test_what_is_saved_and_loaded_gives_the_same_bits(tmp_path, changes):
     model.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {
         "config.json",
+        "checksums.json",
         "generation_config.json",
         "model.safetensors",
     }
@@ -104,7 +106,10 @@ def test_a_folder_that_lacks_tensors_is_refused(folder):
     tensors = load_file(path)
     del tensors["model.branches.1.quantizer.c_sum"]
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"no model\.branches\.1\.quantizer\.c_sum"):
+    with pytest.raises(UserError, match=r"model\.safetensors is missing, corrupt or was edited"):
+        AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "checksums.json").unlink()
+    with pytest.raises(UserError, match=r"no model\.branches\.1\.quantizer\.c_sum"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 

@@ -62,7 +62,7 @@ def test_training_with_every_dropout_compiles_without_graph_breaks():
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("head_type", ["shga", "mqa", "mha"])
+@pytest.mark.parametrize("head_type", ["shga", "mha"])
 def test_decoding_compiles_once_and_computes_the_same(head_type):
     model = TransformerVQ(tiny_config(n_layer=1, head_type=head_type)).eval()
     x = torch.randint(model.config.vocab_size, (2, 20))
@@ -79,7 +79,7 @@ def test_decoding_compiles_once_and_computes_the_same(head_type):
                 assert_close("logits", output.logits[:, 0], want[:, t])
 
 
-@pytest.mark.parametrize("head_type", ["shga", "mqa", "mha"])
+@pytest.mark.parametrize("head_type", ["shga", "mha"])
 def test_decoding_in_place_compiles_once_and_computes_the_same(head_type):
     model = TransformerVQ(tiny_config(n_layer=1, head_type=head_type)).eval()
     x = torch.randint(model.config.vocab_size, (2, 20))
@@ -91,10 +91,9 @@ def test_decoding_in_place_compiles_once_and_computes_the_same(head_type):
     assert_close("logits", torch.stack(got, 1), model(x).logits[:, 8:])
 
 
-@pytest.mark.parametrize("head_type", ["shga", "mha"])
-def test_ragged_batches_compile_once_for_all_layouts(head_type):
+def test_ragged_batches_compile_once_for_all_layouts():
     """Where documents begin and what is padding are values, not shapes."""
-    model = TransformerVQ(tiny_config(n_layer=1, head_type=head_type))
+    model = TransformerVQ(tiny_config(n_layer=1, head_type="mha"))
     x = torch.randint(model.config.vocab_size, (2, 7))
     run = compiled(model)
     state = model(x, document_ids=torch.zeros_like(x), valid=x >= 0).state.detach()

@@ -49,7 +49,7 @@ def total_usage(outputs):
     cuts=st.sets(st.integers(1, 60), max_size=3),
     reduction=st.sampled_from(["auto", "serial", "matmul", "associative", "input_scan"]),
 )
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_packed_documents_equal_each_run_alone(head_type, attention, lengths, cuts, reduction):
     model = make(head_type=head_type, attention=attention, reduction=reduction, n_layer=1)
     total = sum(lengths)
@@ -75,7 +75,7 @@ def test_packed_documents_equal_each_run_alone(head_type, attention, lengths, cu
     cuts=st.sets(st.integers(1, 25), max_size=3),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=15)
+@settings(max_examples=8)
 def test_a_padded_batch_equals_its_rows_run_alone(head_type, attention, side, cuts, seed):
     model = make(head_type=head_type, attention=attention, n_layer=1)
     x = tokens(3, 26, seed)

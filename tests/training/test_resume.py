@@ -15,15 +15,20 @@ import pytest
 import torch
 from helpers import interrupt_after, losses, tiny_run
 
+from transformer_vq import TransformerVQ
 from transformer_vq.checkpoint import (
     CheckpointError,
     checkpoint_steps,
     load_model,
     locked,
     read_config,
+    write_config,
 )
+from transformer_vq.data.corpora import prepare
+from transformer_vq.data.tokenizer import ByteTokenizer
+from transformer_vq.evaluate import evaluate
 from transformer_vq.files import write_json
-from transformer_vq.training import loop
+from transformer_vq.training import loop, runs
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.runs import resume, train
 
@@ -110,7 +115,7 @@ def test_a_run_without_a_checkpoint_begins_again(tmp_path):
     train(config, tmp_path / "whole")
     run = tmp_path / "begun"
     run.mkdir()
-    write_json(run / "config.json", config.to_dict())
+    write_config(run, config, ByteTokenizer())
     (run / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "nats_per_token": 9.0}\n{"ki')
     assert resume(run).finished
     assert losses(run) == losses(tmp_path / "whole")
@@ -126,10 +131,87 @@ def test_a_resume_with_another_config_names_what_differs(tmp_path):
         CheckpointError, match=r"model.n_code \(7 -> 9\), optim.lr \(0.001 -> 1.0\)"
     ):
         resume(tmp_path / "run", other)
-    # A config.json that was changed by hand is found out by the checkpoint.
-    write_json(tmp_path / "run" / "config.json", other.to_dict())
+    # Also if config.json itself says so, as if copied from another run.
+    write_config(tmp_path / "run", other, ByteTokenizer())
     with pytest.raises(CheckpointError, match=r"model\.n_code"):
         resume(tmp_path / "run")
+
+
+def test_a_config_edited_by_hand_or_of_an_older_version_is_rejected(tmp_path):
+    config = tiny_run(tmp_path, train={"steps": 3})
+    train(config, tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    values = json.loads(path.read_text())
+    write_json(path, values | {"train": values["train"] | {"seed": 1}})
+    with pytest.raises(CheckpointError, match="was edited"):
+        resume(tmp_path / "run")
+    write_json(path, config.to_dict())
+    with pytest.raises(CheckpointError, match="another version"):
+        resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize("option", ["eval_every", "eval_tokens", "log_every", "save_every"])
+def test_how_often_a_run_is_looked_at_changes_no_loss(tmp_path, option):
+    """Codes are started from keys and revived, so candidates are chosen at every step."""
+    candidates = {"codebook_init": "keys", "revive_below": 0.5}
+    config = tiny_run(tmp_path, model=candidates)
+    train(config, tmp_path / "one")
+    train(replace(config, train=replace(config.train, **{option: 2})), tmp_path / "other")
+
+    def by_step(run):
+        rows = read_metrics(run)
+        return {row["step"]: row["nats_per_token"] for row in rows if row["kind"] == "train"}
+
+    one, other = by_step(tmp_path / "one"), by_step(tmp_path / "other")
+    assert other == {step: one[step] for step in other}
+    assert len(other) == (5 if option == "log_every" else 10)
+    models = [load_model(tmp_path / name, "last")[0].state_dict() for name in ("one", "other")]
+    assert all(torch.equal(x, models[1][name]) for name, x in models[0].items())
+
+
+def test_evaluation_draws_no_random_number(tmp_path):
+    config = tiny_run(tmp_path, model={"codebook_init": "keys", "revive_below": 0.5})
+    model = TransformerVQ(config.model).train()
+    before = torch.get_rng_state()
+    evaluate(model, prepare(config.data).split("validation"), seq_len=48, window=16)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_that_appears_while_another_prepares_is_not_overwritten(tmp_path, monkeypatch):
+    """Both have looked before either wrote; the second look is under the lock."""
+    config = tiny_run(tmp_path, train={"steps": 3})
+    prepare_corpus = runs._corpus
+
+    def while_another_starts(*arguments):
+        corpus = prepare_corpus(*arguments)
+        with monkeypatch.context() as patch:
+            patch.setattr(runs, "_corpus", prepare_corpus)
+            train(config, tmp_path / "run")
+        return corpus
+
+    monkeypatch.setattr(runs, "_corpus", while_another_starts)
+    with pytest.raises(CheckpointError, match="already contains a run"):
+        train(replace(config, train=replace(config.train, seed=5)), tmp_path / "run")
+    assert read_config(tmp_path / "run").train.seed == 0
+    assert load_model(tmp_path / "run", "last")[1] == "step 3"
+
+
+def test_a_damaged_line_of_the_metrics_is_reported_and_all_others_stay(tmp_path, capsys):
+    train(tiny_run(tmp_path, train={"steps": 4}), tmp_path / "run")
+    path, before = tmp_path / "run" / "metrics.jsonl", losses(tmp_path / "run")
+    lines = path.read_text().splitlines(keepends=True)
+    for damage in ("{", "null\n", "[" * 100_000 + "\n", lines[1].replace("1", "2", 1), "\xff\n"):
+        path.write_text("".join([lines[0], damage, *lines[2:]]))
+        capsys.readouterr()
+        if damage.endswith("\n"):
+            assert losses(tmp_path / "run") == [before[0], *before[2:]]
+            assert "1 of" in capsys.readouterr().err
+        else:  # it has swallowed the next line too
+            assert losses(tmp_path / "run") == [before[0], *before[3:]]
+            assert "line 2" in capsys.readouterr().err
+    path.write_text("".join(lines)[:-5])  # cut off by a crash: nothing to report
+    assert losses(tmp_path / "run") == before[:-1]
+    assert capsys.readouterr().err == ""
 
 
 def test_what_no_update_depends_on_may_change(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from transformer_vq.checkpoint import (
     load_model,
     read_config,
 )
+from transformer_vq.errors import UserError
 from transformer_vq.training import loop, runs
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.runs import train
@@ -115,8 +116,16 @@ def test_tensorboard_gets_the_same_numbers(tmp_path):
 @pytest.mark.parametrize(("memory", "parts"), [(1 << 40, 1), (300_000, 4), (0, 4)])
 def test_the_batch_is_divided_until_it_fits(tmp_path, monkeypatch, memory, parts):
     monkeypatch.setattr(runs, "total_memory", lambda device: memory)
+    monkeypatch.setattr(runs, "_check_memory", lambda config, world: None)
     train(tiny_run(tmp_path, train={"steps": 1, "accumulate": 0}), tmp_path / "run")
     assert read_config(tmp_path / "run").train.accumulate == parts
+
+
+def test_a_model_that_cannot_fit_is_rejected_before_it_is_built(tmp_path):
+    huge = tiny_run(tmp_path, model={"d_model": 2**20}, train={"steps": 1})
+    with pytest.raises(UserError, match=r"out of memory: .* TB|out of memory: .* GB"):
+        train(huge, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_can_start_from_the_weights_of_another(tmp_path):

@@ -4,12 +4,12 @@ After `import transformer_vq.hf`, AutoConfig, AutoModelForCausalLM, AutoTokenize
 on a folder that `transformer_vq.hf.export` wrote.
 """
 
+from transformer_vq.errors import missing_extra
+
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 except ImportError as error:
-    raise ImportError(
-        "transformer_vq.hf needs transformers 5 or newer: pip install 'transformer-vq[hf]'"
-    ) from error
+    raise missing_extra("transformer_vq.hf", "transformers 5 or newer", "hf") from error
 
 from transformer_vq.hf.cache import TransformerVQCache
 from transformer_vq.hf.configuration_transformer_vq import TransformerVQConfig

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformer_vq.checkpoint import CheckpointError, load_model, read_config
-from transformer_vq.data.tokenizer import MODEL_FILE, load_tokenizer
+from safetensors import SafetensorError
+
+from transformer_vq.checkpoint import CheckpointError, load_model, read_config, read_tokenizer
+from transformer_vq.data.tokenizer import MODEL_FILE
 from transformer_vq.files import folder_written_whole
 from transformer_vq.hf.modeling_transformer_vq import TransformerVQForCausalLM
 from transformer_vq.hf.tokenization_transformer_vq import TransformerVQTokenizer
@@ -21,17 +23,27 @@ def export(run: Path, folder: Path, checkpoint: str = "best") -> str:
         raise CheckpointError(f"{folder} is not empty; choose another folder")
     has_pictures = read_config(run).data.has_pictures
     model, which = load_model(run, checkpoint)
-    tokenizer = load_tokenizer(run)
+    tokenizer = read_tokenizer(run)
     if tokenizer.vocab_size != model.config.vocab_size:
         raise CheckpointError(
             f"the model of {run} has {model.config.vocab_size} tokens, its tokenizer "
             f"{tokenizer.vocab_size}; is {MODEL_FILE} missing?"
         )
-    with folder_written_whole(folder) as partial:
-        wrapped = TransformerVQForCausalLM.from_core(model, bos_token_id=tokenizer.bos)
-        wrapped.save_pretrained(partial)
-        if not has_pictures:
-            vocabulary = run / MODEL_FILE
-            vocab_file = str(vocabulary) if vocabulary.is_file() else None
-            TransformerVQTokenizer(vocab_file).save_pretrained(partial)
+    try:
+        with folder_written_whole(folder) as partial:
+            wrapped = TransformerVQForCausalLM.from_core(model, bos_token_id=tokenizer.bos)
+            wrapped.save_pretrained(partial)
+            if not has_pictures:
+                vocabulary = run / MODEL_FILE
+                vocab_file = str(vocabulary) if vocabulary.is_file() else None
+                TransformerVQTokenizer(vocab_file).save_pretrained(partial)
+            for path in partial.iterdir():  # safetensors makes files that only their owner can read
+                path.chmod(0o666 & ~_umask(partial))
+    except SafetensorError as error:
+        raise OSError(f"cannot write {folder}: {error}") from error
     return which
+
+
+def _umask(folder: Path) -> int:
+    """The bits that the umask takes from new files and folders, read off a new folder."""
+    return 0o777 & ~folder.stat().st_mode

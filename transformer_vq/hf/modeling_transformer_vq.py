@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from transformer_vq.errors import UserError
 from transformer_vq.generate import SEGMENT
 from transformer_vq.hf.cache import TransformerVQCache
+from transformer_vq.hf.checksums import check_folder, write_checksums
 from transformer_vq.hf.configuration_transformer_vq import TransformerVQConfig
 from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import CodeUsage, token_priority
@@ -195,10 +197,11 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
     def from_pretrained(
         cls, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> TransformerVQForCausalLM | tuple[TransformerVQForCausalLM, dict[str, Any]]:
-        """As for every transformers model, but a folder that lacks tensors is refused."""
+        """As for every transformers model, but incomplete or damaged folders are rejected."""
+        check_folder(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         if info["missing_keys"]:
-            raise ValueError(f"the folder has no {', '.join(sorted(info['missing_keys']))}")
+            raise UserError(f"the folder has no {', '.join(sorted(info['missing_keys']))}")
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
@@ -210,6 +213,7 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
                 stacklevel=2,
             )
         super().save_pretrained(*args, **kwargs)
+        write_checksums(args[0] if args else kwargs["save_directory"])
 
     def get_output_embeddings(self) -> nn.Module:
         return self.model.embed if self.model.head is None else self.model.head

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedTokenizer
 
 from transformer_vq.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
+from transformer_vq.hf.checksums import check_folder, write_checksums
 
 
 class TransformerVQTokenizer(PreTrainedTokenizer):
@@ -60,6 +61,18 @@ class TransformerVQTokenizer(PreTrainedTokenizer):
         """The text of the tokens together: several of them can share a character."""
         data = b"".join(self._texts.get(token, token.encode()) for token in tokens)
         return data.decode("utf-8", self.errors)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> TransformerVQTokenizer:
+        """As for every transformers tokenizer, but damaged folders are rejected."""
+        check_folder(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+        return super().from_pretrained(*args, **kwargs)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
+        """As for every transformers tokenizer; the checksums of the folder are updated."""
+        saved = super().save_pretrained(*args, **kwargs)
+        write_checksums(args[0] if args else kwargs["save_directory"])
+        return saved
 
     def save_vocabulary(
         self, save_directory: str, filename_prefix: str | None = None

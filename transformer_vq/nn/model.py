@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from transformer_vq.config import ModelConfig
-from transformer_vq.files import write_tensors
+from transformer_vq.errors import UserError
+from transformer_vq.files import read_tensors, write_tensors
 from transformer_vq.nn.attention import FullAttention, VQAttention
 from transformer_vq.nn.layers import (
     FeedForward,
@@ -223,23 +223,43 @@ class TransformerVQ(nn.Module):
                     f"{self.config.vocab_size}; check the tokenizer, or vocab_size in ModelConfig"
                 )
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write weights, codebooks and config to one safetensors file, atomically."""
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Write weights, codebooks and config to one safetensors file, atomically.
+
+        Return the checksum that the file carries.
+        """
         metadata = {"config": json.dumps(asdict(self.config))}
-        write_tensors(Path(path), self.state_dict(), metadata)
+        return write_tensors(Path(path), self.state_dict(), metadata)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> TransformerVQ:
-        """The model that `save` wrote."""
+    def load(cls, path: str | os.PathLike[str], *, digest: str | None = None) -> TransformerVQ:
+        """Return the model that `save` wrote; digest: the checksum it returned, if known.
+
+        Raises UserError if the file is damaged or does not hold a model.
+        """
+        tensors, metadata = read_tensors(Path(path), digest)
+        if "config" not in metadata:
+            raise UserError(f"{path} has no model config; was it written by TransformerVQ.save?")
         try:
-            with safe_open(path, framework="pt") as file:
-                config = (file.metadata() or {}).get("config")
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-        if config is None:
-            raise ValueError(f"{path} holds no model config; was it written by TransformerVQ.save?")
-        model = cls(ModelConfig(**json.loads(config)))
+            config = ModelConfig.from_dict(json.loads(metadata["config"]))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path} has an invalid model config: {error}") from error
+        # Before anything is built: a config of another model could ask for any amount of memory.
+        n_branches = len({name.split(".")[1] for name in tensors if name.startswith("branches.")})
+        if n_branches != 2 * config.n_layer:
+            raise UserError(
+                f"{path} has the tensors of {n_branches // 2} layers, its config says "
+                f"{config.n_layer}; write it again with TransformerVQ.save"
+            )
+        with torch.device("meta"):
+            model = cls(config)
+        wanted = {name: x.shape for name, x in model.state_dict().items()}
+        found = {name: x.shape for name, x in tensors.items()}
+        if wrong := sorted(name for name in wanted | found if wanted.get(name) != found.get(name)):
+            raise UserError(
+                f"{path} does not fit its own config: {wrong[0]} and {len(wrong) - 1} more tensors "
+                "are missing, unknown or of another shape"
+            )
         model.load_state_dict(tensors, assign=True)
         return model
 

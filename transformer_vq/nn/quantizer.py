@@ -141,9 +141,9 @@ class VectorQuantizer(nn.Module):
         self, k: Tensor, valid: Tensor | None = None, priority: Tensor | None = None
     ) -> Quantized:
         """k: [b, h, t, k]; positions where valid: [b, t] is False count neither for the loss nor
-        for the codebook. priority: [b, t] from 0 to 2^62 - 1, for training: the keys with the lowest
-        numbers may become codes; `token_priority` by default. Raises NotFiniteError for keys that
-        are not finite."""
+        for the codebook. priority: [b, t] from 0 to 2^62 - 1, for training: the keys with the
+        lowest numbers may become codes; `token_priority` by default. Raises NotFiniteError for keys
+        that are not finite."""
         if k.ndim != 4 or (k.shape[1], k.shape[3]) != (self.c_sum.shape[0], self.c_sum.shape[2]):
             n_head, _, d_k = self.c_sum.shape
             raise ValueError(f"keys have shape {tuple(k.shape)}, want [b, {n_head}, t, {d_k}]")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from transformer_vq.data.batches import Batch
+from transformer_vq.errors import UserError
 from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.ops.cache import CacheStats, block_stats, merge
@@ -152,7 +153,7 @@ def own_stretch(batch: Batch, state: ModelState, rank: int, size: int) -> tuple[
     length = batch.tokens.shape[1] // size
     start = rank * length
     if batch.valid is not None and bool((batch.valid[:, 1:] > batch.valid[:, :-1]).any()):
-        raise ValueError("context parallel: padding must stand at the end of rows")
+        raise UserError("context parallel: padding must stand at the end of rows")
     before = batch.map(lambda x: x[:, :start])
     return batch.map(lambda x: x[:, start : start + length]), after_tokens(state, before)
 

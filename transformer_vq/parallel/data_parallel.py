@@ -96,6 +96,5 @@ def total_usage(
     flat = torch.cat([x.flatten() for part in parts for x in part])
     dist.all_reduce(flat, group=group)
     totals = iter(flat.split([x.numel() for part in parts for x in part]))
-    return tuple(
-        CodeUsage(*(next(totals).view_as(x) for x in part), priority=priority) for part in parts
-    )
+    summed = [CodeUsage(*(next(totals).view_as(x) for x in part)) for part in parts]
+    return tuple(replace(usage, priority=priority) for usage in summed)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformer_vq.checkpoint import state_from_tensors, state_to_tensors
 from transformer_vq.config import ParallelConfig, RunConfig
 from transformer_vq.data.batches import Batch
+from transformer_vq.errors import UserError
 from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
 from transformer_vq.parallel.context_parallel import (
     after_tokens,
@@ -35,15 +36,15 @@ def check_layout(config: RunConfig, layout: ParallelConfig) -> None:
     model, train = config.model, config.train
     n_parts = layout.n_rows * max(train.accumulate, 1)
     if train.batch_size % n_parts:
-        raise ValueError(
+        raise UserError(
             f"train.batch_size={train.batch_size} cannot be divided among dp x fsdp = "
             f"{layout.n_rows} processes in train.accumulate={max(train.accumulate, 1)} parts; "
             f"use a multiple of {n_parts}"
         )
     if layout.cp > 1 and model.attention == "full":
-        raise ValueError("parallel.cp is for model.attention=vq: full attention keeps all keys")
+        raise UserError("parallel.cp is for model.attention=vq: full attention keeps all keys")
     if train.backprop_len % (layout.cp * model.block_len) and layout.cp > 1:
-        raise ValueError(
+        raise UserError(
             f"train.backprop_len={train.backprop_len} cannot be cut into parallel.cp={layout.cp} "
             f"stretches of whole blocks; use a multiple of {layout.cp * model.block_len} "
             "(cp x model.block_len)"
@@ -51,9 +52,9 @@ def check_layout(config: RunConfig, layout: ParallelConfig) -> None:
     if layout.tp > 1:
         check_widths(model, layout.tp)
         if layout.fsdp > 1:
-            raise ValueError("parallel.tp and parallel.fsdp do not go together; use dp and tp")
+            raise UserError("parallel.tp and parallel.fsdp do not go together; use dp and tp")
     if train.compile and layout.n_processes > 1:
-        raise ValueError("train.compile works in one process only; leave it out under torchrun")
+        raise UserError("train.compile works in one process only; leave it out under torchrun")
 
 
 class Plan:

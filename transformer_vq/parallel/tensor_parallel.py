@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from transformer_vq.config import ModelConfig
+from transformer_vq.errors import UserError
 from transformer_vq.nn.heads import Heads
 from transformer_vq.nn.layers import FeedForward
 from transformer_vq.nn.model import TransformerVQ
@@ -47,7 +48,7 @@ def check_widths(config: ModelConfig, n: int) -> None:
     if config.head_type == "shga":
         what, width = "value columns", 2 * config.d_model
     if width % n:
-        raise ValueError(
+        raise UserError(
             f"parallel.tp={n}: this model's {width} {what} cannot be divided by it; choose another"
         )
 

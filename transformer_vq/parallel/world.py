@@ -60,6 +60,10 @@ class World:
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.axes[axis].get_group()
 
+    def group_or_none(self, axis: str) -> dist.ProcessGroup | None:
+        """The group along an axis; None if this process is alone there."""
+        return None if self.size(axis) == 1 else self.group(axis)
+
     def sum(self, x: Tensor, axis: str) -> Tensor:
         """The sum over all processes along an axis."""
         if self.size(axis) == 1:
@@ -83,6 +87,10 @@ class World:
         x = torch.tensor(n, device=self.device)
         dist.all_reduce(x, dist.ReduceOp.MIN)
         return int(x)
+
+    def largest(self, n: int) -> int:
+        """The largest of the numbers that all processes have."""
+        return -self.smallest(-n)
 
     def any(self, flag: bool) -> bool:
         """Whether it holds for at least one process."""
@@ -171,8 +179,8 @@ def _own_store() -> tuple[Store, int, int]:
     return PrefixStore(name, store), rank, size
 
 
-def leave() -> None:
-    """End one of several processes that has done its work, without the interpreter's farewell.
+def leave(status: int = 0) -> None:
+    """End one of several processes with an exit status, skipping interpreter shutdown.
 
     Its threads may still have tensors to let go of, for which they need the interpreter. One
     that is ending aborts them instead, and torchrun takes a finished run for a failed one.
@@ -180,7 +188,7 @@ def leave() -> None:
     if n_processes() > 1:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)
+        os._exit(status)
 
 
 def n_processes() -> int:

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from transformer_vq.checkpoint import MODEL, Checkpoint, checkpoint_steps, save_checkpoint
+from transformer_vq.checkpoint import (
+    BEST,
+    MODEL,
+    Checkpoint,
+    checkpoint_steps,
+    save_checkpoint,
+)
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpora import Corpus
@@ -22,7 +28,7 @@ from transformer_vq.training.step import Trainer, Update
 
 
 class TrainingError(RuntimeError):
-    """A run that cannot go on; the message says what is left and what to do."""
+    """A run that cannot continue; the message says what is saved and what to do."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Result:
     step: int
     finished: bool
     stopped_by: int | None
-    """The signal that ended it, if one did."""
+    """The signal that stopped it, on whichever rank; None if it finished."""
     best_loss: float
     """Lowest validation loss of the whole run, in nats per token."""
 
@@ -82,7 +88,9 @@ class Sitting:
                     break
                 advance(1, note=self._update(log))
         finished = self.step == train.steps
-        return Result(self.run, self.step, finished, stop.signal, self.best_loss)
+        # The same on all ranks: each must end with the status of the signal that one of them got.
+        stopped_by = None if finished else world.largest(stop.signal or 0) or None
+        return Result(self.run, self.step, finished, stopped_by, self.best_loss)
 
     def _stops(self, stop: StopRequest) -> bool:
         return self.trainer.world.any(bool(stop))
@@ -152,7 +160,7 @@ class Sitting:
             model = self.trainer.plan.whole_model()
             if not world.is_first:
                 return
-            folder = self.run / "best"
+            folder = self.run / BEST
             try:
                 folder.mkdir(exist_ok=True)
                 model.save(folder / MODEL)
@@ -175,10 +183,10 @@ class Sitting:
             save_checkpoint(self.run, checkpoint, self.config.train.keep)
         except OSError as error:
             left = checkpoint_steps(self.run)
+            last = f"the last checkpoint is step {left[-1]}" if left else "no checkpoint exists yet"
             message = (
-                f"cannot save step {self.step}: {error}; "
-                + (f"step {left[-1]} is still there" if left else "there is no checkpoint yet")
-                + f"; make room, then `tvq resume {self.run}`"
+                f"cannot save step {self.step}: {error}; {last}; free some space, then run "
+                f"`tvq resume {self.run}`"
             )
             if must:
                 raise TrainingError(message) from error
@@ -188,10 +196,10 @@ class Sitting:
 
     def _why_not_finite(self, error: Exception) -> str:
         left = checkpoint_steps(self.run)
-        kept = f"the checkpoint of step {left[-1]} is good" if left else "no checkpoint was made"
+        kept = f"the last checkpoint is step {left[-1]}" if left else "no checkpoint was written"
         return (
-            f"update {self.step + 1} is not finite ({error}); {kept}; start again with a smaller "
-            "optim.lr, a longer optim.warmup or a smaller optim.grad_clip"
+            f"step {self.step + 1} is not finite ({error}); {kept}; start again with a smaller "
+            "--optim.lr, a longer --optim.warmup or a smaller --optim.grad-clip"
         )
 
     def _bits_per_byte(self, split: str) -> float:

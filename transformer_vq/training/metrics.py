@@ -4,37 +4,64 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from transformer_vq.config import RunConfig
+from transformer_vq.errors import missing_extra
 from transformer_vq.files import write_text
 from transformer_vq.progress import warn
 
 NAME = "metrics.jsonl"
+CHECKSUM = "crc32"
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """All rows of a run's log; a last line that was cut off by a crash is left out."""
+    """Return all rows of a run's log, with a warning if damaged lines had to be left out.
+
+    A last line without an end is left out silently: a crash can always cut it off.
+    """
     path = run / NAME
     if not path.is_file():
         return []
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    *lines, _ = path.read_bytes().split(b"\n")
+    rows = [_parse(line) for line in lines]
+    if damaged := [number for number, row in enumerate(rows, start=1) if row is None]:
+        warn(
+            f"{path}: {len(damaged)} of {len(rows)} lines are damaged and left out, the first is "
+            f"line {damaged[0]}"
+        )
+    return [row for row in rows if row is not None]
 
 
 def rewind(run: Path, step: int, validated_at: int) -> None:
     """Forget what was logged after a checkpoint, so that resuming logs every update once."""
     last = {"train": step, "validation": validated_at}
     rows = [row for row in read_metrics(run) if row["step"] <= last[row["kind"]]]
-    write_text(run / NAME, "".join(json.dumps(row) + "\n" for row in rows))
+    write_text(run / NAME, "".join(_line(row) for row in rows))
+
+
+def _line(row: dict[str, Any]) -> str:
+    """A row as JSON with a checksum, by which a damaged line can be told from a good one."""
+    return json.dumps(row | {CHECKSUM: _checksum(row)}) + "\n"
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict):
+        return None
+    checksum = row.pop(CHECKSUM, None)
+    return row if checksum == _checksum(row) else None
+
+
+def _checksum(row: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(row, sort_keys=True).encode()):08x}"
 
 
 class MetricsLog:
@@ -66,7 +93,7 @@ class MetricsLog:
         row = {"kind": kind, "step": step, **values}
         try:
             with open(self._path, "a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(_line(row))
         except OSError as error:
             if not self._failed:  # once is enough; training goes on
                 warn(f"cannot write {self._path}: {error}")
@@ -98,7 +125,7 @@ def metrics_log(
 
 
 def check_loggers(config: RunConfig) -> None:
-    """Raises ValueError if a package that the config asks for is not there."""
+    """Raises UserError if a package that the config asks for is not there."""
     if config.train.tensorboard:
         _summary_writer()
     if config.train.wandb is not None:
@@ -109,7 +136,7 @@ def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise ValueError("train.tensorboard: pip install 'transformer-vq[log]'") from None
+        raise missing_extra("--train.tensorboard", "tensorboard", "log") from None
     return SummaryWriter
 
 
@@ -117,5 +144,5 @@ def _wandb() -> Any:
     try:
         import wandb
     except ImportError:
-        raise ValueError("train.wandb: pip install wandb") from None
+        raise missing_extra("--train.wandb", "wandb", None) from None
     return wandb

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from transformer_vq.checkpoint import (
+    CONFIG,
     Checkpoint,
     CheckpointError,
     load_checkpoint,
@@ -19,17 +20,19 @@ from transformer_vq.checkpoint import (
     locked,
     newest_checkpoint,
     read_config,
+    read_tokenizer,
+    write_config,
 )
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpora import Corpus, prepare
-from transformer_vq.files import write_json
+from transformer_vq.errors import UserError
 from transformer_vq.nn.device import total_memory
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.parallel.plan import check_layout
 from transformer_vq.parallel.world import World, joined
 from transformer_vq.progress import warn
-from transformer_vq.sizes import sizes
+from transformer_vq.sizes import memory_hint, sizes
 from transformer_vq.training.loop import Result, Sitting
 from transformer_vq.training.metrics import check_loggers, rewind
 from transformer_vq.training.step import Trainer
@@ -47,31 +50,44 @@ FREE_FIELDS = {
 
 
 def train(config: RunConfig, run: Path) -> Result:
-    """Begin a run in the folder `run`, which must not hold one yet.
+    """Start a run in the folder `run`, which must not already contain one.
 
-    Under `torchrun` all processes call this; if it had to start them anew, the run goes on.
+    Under `torchrun` all processes call this; after an elastic restart the run is resumed.
     """
     with joined(config.parallel, config.train.device) as world:
-        # Asked of the first process, so that all go the same way whatever their view of the disk.
-        is_there = bool(world.first(int((run / "config.json").exists())))
-        if is_there and world.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0):
+        is_restart = world.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0)
+        if is_restart and _exists(run, world):
             return _resume(run, read_config(run), world)
-        if is_there:
-            raise CheckpointError(f"{run} already holds a run; go on with `tvq resume {run}`")
-        if run.exists() and not run.is_dir():
-            raise CheckpointError(f"{run} is a file; give the name of a new folder")
+        _check_new(run, world)
         config = _with_absolute_paths(config)
         check_layout(config, world.layout)
         check_loggers(config)
         corpus = _corpus(config, world)
         batches = training_batches(config, corpus)
         config = with_parts_that_fit(config, _memory(world), world)
+        _check_memory(config, world)
         trainer = _first_trainer(config, world)
         with _sole_user(run, world):
+            _check_new(run, world)  # again: another process may have been faster
             if world.is_first:
-                write_json(run / "config.json", config.to_dict())
-                corpus.tokenizer().save(run)
+                tokenizer = corpus.tokenizer()
+                tokenizer.save(run)
+                write_config(run, config, tokenizer)
             return Sitting(run, config, corpus, batches, trainer).go()
+
+
+def _exists(run: Path, world: World) -> bool:
+    """Whether the folder holds a run; rank 0 decides, so that all ranks do the same."""
+    return bool(world.first(int((run / CONFIG).exists())))
+
+
+def _check_new(run: Path, world: World) -> None:
+    if _exists(run, world):
+        raise CheckpointError(
+            f"{run} already contains a run; use `tvq resume {run}` or another --out"
+        )
+    if run.exists() and not run.is_dir():
+        raise CheckpointError(f"{run} is a file; use another --out")
 
 
 def resume(run: Path, config: RunConfig | None = None) -> Result:
@@ -95,14 +111,15 @@ def _resume(run: Path, config: RunConfig, world: World) -> Result:
     with _sole_user(run, world):
         checkpoint = _agreed_checkpoint(run, world)
         if checkpoint is None:
-            warn(f"{run} has no checkpoint yet: starting from the beginning")
+            warn(f"{run} has no checkpoint yet; starting from the first step")
             trainer = _first_trainer(config, world)
             sitting = Sitting(run, config, corpus, batches, trainer)
         else:
             _check_same(RunConfig.from_dict(checkpoint.facts["config"]), config, run)
             if checkpoint.facts["corpus"] != corpus.sha256:
                 raise CheckpointError(
-                    f"the data of {run} have changed since it began; bring back the old ones"
+                    f"the data of {run} have changed since it was started; restore them, or start "
+                    "a new run"
                 )
             trainer = Trainer(checkpoint.model, config, world.device, world)
             trainer.load_tensors(checkpoint.tensors)
@@ -113,13 +130,13 @@ def _resume(run: Path, config: RunConfig, world: World) -> Result:
             sitting.best_loss = math.inf if best_loss is None else best_loss
         if world.is_first:
             rewind(run, sitting.step, sitting.validated_at)
-            write_json(run / "config.json", config.to_dict())
+            write_config(run, config, read_tokenizer(run))
         return sitting.go()
 
 
 def train_or_resume(config: RunConfig, run: Path) -> Result:
     """Begin a run, or go on with the one that was begun in this folder with the same config."""
-    if not (run / "config.json").exists():
+    if not (run / CONFIG).exists():
         return train(config, run)
     config = _with_absolute_paths(config)
     if not config.train.accumulate:  # was left open, and decided when the run began
@@ -167,7 +184,10 @@ def _first_model(config: RunConfig) -> TransformerVQ:
     if model.config != config.model:
         other = replace(config, model=model.config)
         fields = ", ".join(config.differences(other))
-        raise CheckpointError(f"{config.train.init_from} is another model: {fields} differ")
+        raise CheckpointError(
+            f"--train.init-from {config.train.init_from}: its model differs in {fields}; change "
+            "these options to match"
+        )
     return model
 
 
@@ -196,8 +216,20 @@ def with_parts_that_fit(config: RunConfig, memory: int, world: World | None = No
         if world.smallest(needed <= USABLE_MEMORY * memory):
             break
     else:
-        warn("one sequence at a time may be too much for this memory; train.recompute takes less")
+        warn(f"one sequence at a time may not fit in memory; {memory_hint(chosen)}")
     return chosen
+
+
+def _check_memory(config: RunConfig, world: World) -> None:
+    """Fail before anything is allocated if weights and optimizer alone cannot fit."""
+    needed = sizes(replace(config, parallel=world.layout))
+    total = total_memory(world.device)
+    least = 2 * needed.weight_bytes + needed.optimizer_bytes
+    if least > total:
+        raise UserError(
+            f"out of memory: weights, gradients and optimizer take {least / 1e9:,.1f} GB, this "
+            f"device has {total / 1e9:,.1f} GB; {memory_hint(config)}"
+        )
 
 
 def _memory(world: World) -> int:
@@ -218,6 +250,6 @@ def _check_same(stored: RunConfig, config: RunConfig, run: Path) -> None:
     named = [f"{k} ({a} -> {b})" for k, (a, b) in changed.items() if k not in FREE_FIELDS]
     if named:
         raise CheckpointError(
-            f"{run} was begun with another config: {', '.join(named)}; resume without these "
-            "changes, or begin a new run (train.init_from takes over the weights)"
+            f"{run} was started with another config: {', '.join(named)}; resume without these "
+            f"changes, or start a new run from its weights (--train.init-from {run})"
         )

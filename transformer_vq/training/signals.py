@@ -1,4 +1,4 @@
-"""Stopping in good order: the first Ctrl-C or SIGTERM asks, a second Ctrl-C insists."""
+"""Stopping in good order: the first Ctrl-C, SIGTERM or SIGHUP asks, a second Ctrl-C insists."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformer_vq.progress import warn
 
 
 class StopRequest:
-    """A context in which SIGINT and SIGTERM are noted instead of obeyed at once."""
+    """A context in which SIGINT, SIGTERM and SIGHUP are noted instead of obeyed at once."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -22,8 +22,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -34,5 +35,5 @@ class StopRequest:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         if self.signal is None:
-            warn("\nstopping after this update and saving; Ctrl-C again to stop without")
+            warn("\nstopping after this step and saving; press Ctrl-C again to quit without saving")
         self.signal = number

@@ -104,8 +104,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        group = None if self.world.size("data") == 1 else self.world.group("data")
-        usages = total_usage(usages or (), group)
+        usages = total_usage(usages or (), self.world.group_or_none("data"))
         self.model.update_codebooks(usages)
         return Update(float(nats), float(commit), float(grad_norm), lr, n_targets, usages)
 

@@ -3,6 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-for-demo
+PYTEST := $(BIN)/pytest -q -n auto
 
 .PHONY: help install test test-all demo bench clean
 .DEFAULT_GOAL := help
@@ -28,20 +29,20 @@ test: $(STAMP)  ## lint, types and tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q
+	$(PYTEST)
 
 test-all: test  ## the same and the slow tests
-	$(BIN)/pytest -q -m slow
+	$(PYTEST) -m slow
 
 demo: $(DEMO_STAMP)  ## train a small model in minutes, measure it, let it write
 	$(BIN)/python -m transformer_vq.bench.demo
 
 bench: $(STAMP)  ## record time and memory up to 131,072 tokens (15 minutes on two cores)
 	$(BIN)/tvq bench train --head-types shga --kinds full auto --d-model 256 --n-layer 2 \
-		--recompute on --repeats 2 --time-limit 100 --out benchmarks/scaling.json
+		--recompute on --repeats 2 --time-limit 100 --out benchmarks/scaling.json --overwrite
 	$(BIN)/tvq plot benchmarks/scaling.json
-	$(BIN)/tvq bench documents --out benchmarks/documents.json
-	$(BIN)/python -m transformer_vq.bench.context --out benchmarks/context.json
+	$(BIN)/tvq bench documents --out benchmarks/documents.json --overwrite
+	$(BIN)/python -m transformer_vq.bench.context --out benchmarks/context.json --overwrite
 
 clean:  ## remove what was made
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,11 +15,18 @@ from datetime import timedelta
 from pathlib import Path
 
 SECONDS = 240
+IMPORTED_ONCE = [
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "transformer_vq.training.runs",
+]
 
 
 def run_checks(n_processes: int, module: str, folder: Path) -> dict[str, str]:
     """Run all checks of a module that are meant for so many processes: name -> trace, if any."""
-    context = multiprocessing.get_context("spawn")
+    # Processes are forked from a server without threads, which imports torch once for all of them.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_ONCE)
     names = checks_for(n_processes, module)
     processes = [
         context.Process(target=_work, args=(rank, n_processes, module, names, folder), daemon=True)

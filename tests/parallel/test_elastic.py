@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,8 +17,8 @@ from transformer_vq.training.metrics import read_metrics
 SECONDS = 120
 
 
-def torchrun(run, config, *options, **kwargs):
-    """`torchrun ... tvq train` for a run of that config."""
+def options_of(run, config):
+    """The words of `tvq train` for a run of that config."""
     changed = {
         "model": ["d_model", "n_layer", "d_k", "n_code", "block_len"],
         "data": ["path", "cache"],
@@ -30,17 +31,23 @@ def torchrun(run, config, *options, **kwargs):
         for name in names
     ]
     words += ["--model.codebook-init=random", "--model.revive-below=0", "--train.device=cpu"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *options]
-    command += ["-m", "transformer_vq", "train", "tiny", f"--out={run}", *words, "--json"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return ["-m", "transformer_vq", "train", "tiny", f"--out={run}", *words, "--json"]
+
+
+def torchrun(run, config, *options):
+    """`torchrun ... tvq train` for a run of that config."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", *options]
+    return start([*launcher, *options_of(run, config)])
+
+
+def start(words, **environment):
     return subprocess.Popen(
-        command,
-        env=environment,
+        [sys.executable, *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        **kwargs,
     )
 
 
@@ -84,6 +91,38 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_if_undisturbed(tmp_path
     assert undisturbed.returncode == 0, err
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert len(out.splitlines()) == 3  # only the first process has spoken
+
+
+def test_a_signal_to_one_rank_stops_all_with_the_same_status(tmp_path):
+    config = tiny(tmp_path, train={"steps": 4000, "save_every": 5000, "eval_every": 5000})
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        start(
+            options_of(tmp_path / "run", config),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE="2",
+            LOCAL_WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+        for rank in range(2)
+    ]
+    try:
+        deadline = time.monotonic() + SECONDS
+        while len(read_metrics(tmp_path / "run")) < 3 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        ranks[1].send_signal(signal.SIGTERM)
+    finally:
+        (out, err), (other, _) = (finish(process) for process in ranks)
+    assert [process.returncode for process in ranks] == [128 + signal.SIGTERM] * 2, err
+    facts = json.loads(out.splitlines()[-1])
+    assert not facts["finished"]
+    assert facts["step"] >= 3
+    assert "tvq resume" in out
+    assert other == ""
 
 
 def test_a_mistake_is_told_once(tmp_path):

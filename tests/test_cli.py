@@ -208,9 +208,9 @@ def test_runs_that_are_not_there_or_not_the_same(tmp_path, capsys):
     assert after.items() <= before.items()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_command_with_the_line_that_resumes(tmp_path, number):
-    run = tmp_path / "run"
+def test_a_signal_ends_the_command_with_the_line_that_resumes(tmp_path):
+    """In a process as users start it; other signals and moments are in training/test_signals.py."""
+    run, number = tmp_path / "run", signal.SIGINT
     command = [sys.executable, "-m", "transformer_vq", "train", "tiny", *options(tmp_path)]
     command += ["--train.steps", "100000", "--out", str(run)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -170,7 +170,8 @@ def test_a_model_of_pictures_draws(tmp_path, capsys):
     for number in range(3):
         picture = generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)
         Image.fromarray(picture).save(folder / f"{number}.png")
-    config = tiny_run(tmp_path, train={"steps": 1, "batch_size": 1})
+    long_blocks = {"block_len": 256}  # for prompts of 12,000 tokens
+    config = tiny_run(tmp_path, model=long_blocks, train={"steps": 1, "batch_size": 1})
     data = type(config.data)("pictures", str(folder), cache=config.data.cache)
     train(type(config)(config.model, data, config.optim, config.train), tmp_path / "run")
     out = tmp_path / "drawn.png"

@@ -1,5 +1,7 @@
 """Progress: lines where there is no terminal, numbers one can read."""
 
+import io
+
 import pytest
 
 from transformer_vq import progress
@@ -48,3 +50,23 @@ def test_short_numbers(n, text):
 
 def test_durations():
     assert duration(3723.4) == "1:02:03"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_closed_stderr_does_not_end_the_work(monkeypatch, is_terminal):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+        def isatty(self):
+            return is_terminal
+
+    monkeypatch.setattr("sys.stderr", Closed())
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    progress.warn("not read by anyone")
+    done = 0
+    with progress.progress_bar("work", 3, "steps") as advance:
+        for _ in range(3):
+            advance(1, note="going well")
+            done += 1
+    assert done == 3

@@ -43,6 +43,16 @@ MODEL, TENSORS, FACTS = "model.safetensors", "training.safetensors", "training.j
 FORMAT = 2  # of run folders; raised whenever older ones can no longer be read
 
 
+# What may change between two sittings of a run without making it another one. device, recompute
+# and compile may change the last bits of an update; the others touch none.
+FREE_FIELDS = {
+    *("data.path", "data.cache", "train.device", "train.recompute", "train.compile"),
+    *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
+    *("train.keep", "train.tensorboard", "train.wandb"),
+    *("parallel.dp", "parallel.fsdp", "parallel.cp", "parallel.tp"),
+}
+
+
 class CheckpointError(UserError):
     """A run or checkpoint that does not exist, is corrupt, or is not what was asked for."""
 
@@ -119,7 +129,7 @@ def checkpoint_folder(run: Path, step: int) -> Path:
 def checkpoint_steps(run: Path) -> list[int]:
     """Steps of all checkpoints of a run, whole or not, the oldest first."""
     names = [folder.name for folder in (run / "checkpoints").glob("step-*") if folder.is_dir()]
-    return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+    return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
 
 
 def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
@@ -135,8 +145,11 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
         }
         facts = checkpoint.facts | {"format": FORMAT, "step": checkpoint.step, "digests": digests}
         write_verified_json(partial / FACTS, facts)
-        if folder.exists():  # one that could not be read, or another attempt at the same step
+        # One that could not be read, or another attempt at the same step.
+        if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
+        else:
+            folder.unlink(missing_ok=True)
     for step in checkpoint_steps(run)[:-keep]:
         if step < checkpoint.step:
             shutil.rmtree(checkpoint_folder(run, step), ignore_errors=True)
@@ -201,13 +214,26 @@ def load_model(run: Path, which: str = "best") -> tuple[TransformerVQ, str]:
             raise CheckpointError(f"{run} has no checkpoint yet; continue with `tvq resume {run}`")
         if which == "best" and newest.facts["best_loss"] is not None:
             raise CheckpointError(f"{best} is missing; use --checkpoint last")
+        _check_owner(run, config, newest)
         return newest.model, f"step {newest.step}"
     steps = checkpoint_steps(run)
-    if not which.isdigit() or int(which) not in steps:
+    if not which.isdecimal() or int(which) not in steps:
         raise CheckpointError(
             f"{run} has no checkpoint {which!r}; choose best, last or one of {steps}"
         )
-    return load_checkpoint(run, int(which)).model, f"step {which}"
+    checkpoint = load_checkpoint(run, int(which))
+    _check_owner(run, config, checkpoint)
+    return checkpoint.model, f"step {which}"
+
+
+def _check_owner(run: Path, config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if a checkpoint was copied from another run."""
+    changed = RunConfig.from_dict(checkpoint.facts["config"]).differences(config).keys()
+    if other := sorted(changed - FREE_FIELDS):
+        raise CheckpointError(
+            f"{checkpoint_folder(run, checkpoint.step)} is a checkpoint of another run: "
+            f"{', '.join(other)} differ; delete it"
+        )
 
 
 def state_to_tensors(state: ModelState, prefix: str = "state") -> dict[str, Tensor]:

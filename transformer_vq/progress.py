@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from rich.console import Console
 from rich.progress import (
@@ -41,13 +41,20 @@ class _RateColumn(ProgressColumn):
         return Text(f"{short(task.completed)}{total} {self.unit}{rate}")
 
 
+class _Console(Console):
+    """rich would exit when nobody reads its output; a long run must not."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 @contextmanager
 def progress_bar(what: str, total: float | None, unit: str, done: int = 0) -> Iterator[Advance]:
     """Show how far some work is; `done` counts what was done before it began."""
     if IS_SILENT:
         yield lambda *_, **__: None
         return
-    console = Console(stderr=True)
+    console = _Console(stderr=True)
     if not console.is_terminal:
         yield _lines(what, total, unit, done)
         return
@@ -59,16 +66,23 @@ def progress_bar(what: str, total: float | None, unit: str, done: int = 0) -> It
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(what, total=total, completed=done, note="")
+    progress = Progress(*columns, console=console)
+    task = progress.add_task(what, total=total, completed=done, note="")
 
-        def advance(n: float, note: str | None = None) -> None:
-            if note is None:
-                progress.update(task, advance=n)
-            else:
-                progress.update(task, advance=n, note=note)
+    def advance(n: float, note: str | None = None) -> None:
+        if note is None:
+            progress.update(task, advance=n)
+        else:
+            progress.update(task, advance=n, note=note)
 
+    # A terminal that has gone must not end the work: whoever waits for the result still gets it.
+    with suppress(OSError):
+        progress.start()
+    try:
         yield advance
+    finally:
+        with suppress(OSError):
+            progress.stop()
 
 
 def _lines(what: str, total: float | None, unit: str, done: float) -> Advance:
@@ -94,9 +108,10 @@ def _lines(what: str, total: float | None, unit: str, done: float) -> Advance:
 
 
 def warn(message: str) -> None:
-    """One line for the user, apart from results."""
+    """Print one line for the user, apart from results; a closed stderr is not an error."""
     if not IS_SILENT:
-        print(message, file=sys.stderr, flush=True)
+        with suppress(OSError):
+            print(message, file=sys.stderr, flush=True)
 
 
 def short(n: float) -> str:

@@ -87,7 +87,8 @@ class Sitting:
                 if is_last:
                     break
                 advance(1, note=self._update(log))
-        finished = self.step == train.steps
+        # A signal that arrives in the last step skips or stops the last validation.
+        finished = self.validated_at == self.step == train.steps
         # The same on all ranks: each must end with the status of the signal that one of them got.
         stopped_by = None if finished else world.largest(stop.signal or 0) or None
         return Result(self.run, self.step, finished, stopped_by, self.best_loss)

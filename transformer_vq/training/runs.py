@@ -13,6 +13,7 @@ import torch
 
 from transformer_vq.checkpoint import (
     CONFIG,
+    FREE_FIELDS,
     Checkpoint,
     CheckpointError,
     load_checkpoint,
@@ -38,15 +39,6 @@ from transformer_vq.training.metrics import check_loggers, rewind
 from transformer_vq.training.step import Trainer
 
 USABLE_MEMORY = 0.7  # the part of a device that a run may plan with
-
-# What may change between two sittings of a run without making it another one. device, recompute
-# and compile may change the last bits of an update; the others touch none.
-FREE_FIELDS = {
-    *("data.path", "data.cache", "train.device", "train.recompute", "train.compile"),
-    *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
-    *("train.keep", "train.tensorboard", "train.wandb"),
-    *("parallel.dp", "parallel.fsdp", "parallel.cp", "parallel.tp"),
-}
 
 
 def train(config: RunConfig, run: Path) -> Result:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 from transformer_vq.progress import warn
+
+MESSAGE = "\nstopping after this step and saving; press Ctrl-C again to quit without saving"
 
 
 class StopRequest:
@@ -34,6 +37,10 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if self.signal is None:
-            warn("\nstopping after this step and saving; press Ctrl-C again to quit without saving")
+        is_first = self.signal is None
         self.signal = number
+        if is_first:
+            # The terminal may be closed (SIGHUP), or the signal may interrupt another print to
+            # stderr, which raises RuntimeError. Neither must keep the run from being saved.
+            with suppress(OSError, RuntimeError):
+                warn(MESSAGE)

@@ -1,0 +1,308 @@
+"""Interruptions: each signal at each kind of moment, then resuming gives the same bits.
+
+Every run is a forked child that sends the signal to itself from a hook at one exact point.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from forked import Ended, run_forked
+from helpers import losses, tiny_run
+from interruptions import (
+    INTERRUPTIONS,
+    Interruption,
+    Moment,
+    before_codebooks,
+    before_training_json,
+    in_append,
+    in_call,
+    in_print,
+    in_removal,
+    in_rename,
+    in_update,
+    in_validation,
+    nth,
+    sends,
+)
+
+from transformer_vq import TransformerVQ
+from transformer_vq.checkpoint import checkpoint_steps, newest_checkpoint
+from transformer_vq.cli import main
+from transformer_vq.config import RunConfig
+from transformer_vq.files import read_tensors
+from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
+from transformer_vq.presets import PRESETS
+from transformer_vq.training.loop import Result
+from transformer_vq.training.runs import resume, train
+
+TINY = PRESETS["tiny"]
+
+# A run of 10 steps. Sequences begin at 0, 3, 6 and 9; states are carried through all other steps.
+# Validations, of two windows, at 2, 4, ...; checkpoints at 4, 8 and 10, of which one is kept. Each
+# moment with the step of the newest checkpoint if the run can still save, and if it cannot.
+MOMENTS: dict[str, tuple[Moment, int, int]] = {
+    "update, first window of a sequence": (in_update(3), 4, 0),
+    "update, middle window": (in_update(4), 5, 4),
+    "update, last window": (in_update(5), 6, 4),
+    "update, between weights and codebooks": (before_codebooks(6), 7, 4),
+    "last update": (in_update(9), 10, 8),
+    "validation": (in_validation(5), 6, 4),
+    "last validation": (in_validation(9), 10, 8),
+    "printing a validation": (in_print("step 6"), 6, 4),
+    "appending a train row": (in_append("train", 5), 5, 4),
+    "appending a validation row": (in_append("validation", 6), 6, 4),
+    "best model, before the rename": (in_rename("best/model.safetensors", 3), 6, 4),
+    "best model, after the rename": (in_rename("best/model.safetensors", 3, after=True), 6, 4),
+    "checkpoint, before training.json": (before_training_json(8), 9, 4),
+    "checkpoint, before the rename": (in_rename("step-00000008"), 9, 4),
+    "removal of an old checkpoint": (in_removal(4), 9, 8),
+}
+
+
+class Runs:
+    """A folder of runs with the same config, the first of which is never disturbed."""
+
+    def __init__(self, folder: Path, p_drop: float) -> None:
+        dropout = {"p_dropsin": p_drop, "p_dropres": p_drop, "p_droplyr": p_drop}
+        # Low decay: codes that no key uses are revived within the few steps of these runs.
+        sizes = {"d_model": 16, "n_layer": 1, "d_k": 8, "n_code": 24, "block_len": 8}
+        self.config = RunConfig(
+            model=replace(TINY.model, **sizes, **dropout, ema_decay=0.6),
+            data=tiny_run(folder).data,
+            # So high that validations become worse again: the best model is that of step 6.
+            optim=replace(TINY.optim, lr=0.1, warmup=3),
+            train=replace(
+                TINY.train,
+                steps=10,
+                batch_size=2,
+                seq_len=48,
+                backprop_len=16,
+                eval_every=2,
+                eval_tokens=32,
+                save_every=4,
+                keep=1,
+                device="cpu",
+            ),
+        )
+        self.folder = folder
+        self.undisturbed = folder / "undisturbed"
+        assert self.train(self.undisturbed).status == 0
+
+    def train(self, run: Path, *hooks: Callable[[], None]) -> Ended:
+        return _in_child(lambda: train(self.config, run), *hooks)
+
+    def resume(self, run: Path, *hooks: Callable[[], None]) -> Ended:
+        return _in_child(lambda: resume(run), *hooks)
+
+    def options(self) -> list[str]:
+        """The options that turn the preset into this config."""
+        changes = self.config.differences(TINY)
+        return [f"--{name.replace('_', '-')}={value}" for name, (value, _) in changes.items()]
+
+    def assert_same(self, run: Path) -> None:
+        """All losses, all tensors of the final checkpoint, and the best model are the same."""
+        assert losses(run) == losses(self.undisturbed)
+        got, want = _tensors(run), _tensors(self.undisturbed)
+        assert got.keys() == want.keys()
+        assert [name for name in want if got[name] != want[name]] == []
+        assert [path for path in run.rglob("*") if ".partial" in path.name] == []
+
+
+def _tensors(run: Path) -> dict[str, bytes]:
+    """Every bit of the final checkpoint and of the best model."""
+    checkpoint = newest_checkpoint(run)
+    assert checkpoint is not None
+    best, _ = read_tensors(run / "best" / "model.safetensors")
+    named = {
+        "model": checkpoint.model.state_dict(),
+        "training": checkpoint.tensors,
+        "best": best,
+    }
+    return {f"{part}/{k}": x.numpy().tobytes() for part, xs in named.items() for k, x in xs.items()}
+
+
+def _in_child(run: Callable[[], Result | None], *hooks: Callable[[], None]) -> Ended:
+    """Run in a forked child, which ends with the same statuses as the command line."""
+
+    def child() -> None:
+        torch.use_deterministic_algorithms(True)
+        for hook in hooks:
+            hook()
+        try:
+            result = run()
+        except KeyboardInterrupt:
+            sys.exit(130)
+        if result is not None and result.stopped_by is not None:
+            sys.exit(128 + result.stopped_by)
+
+    return run_forked(child, seconds=60)
+
+
+def newest_step(run: Path) -> int:
+    return max(checkpoint_steps(run), default=0)
+
+
+@pytest.fixture(scope="module")
+def runs_by_dropout(tmp_path_factory):
+    """Runs by their probability of dropout, made when a test needs them."""
+    return cache(lambda p_drop: Runs(tmp_path_factory.mktemp("signals"), p_drop))
+
+
+@pytest.fixture
+def runs(runs_by_dropout):
+    return runs_by_dropout(0.2)
+
+
+def cases() -> list:
+    """Every signal at every moment, with and without dropout.
+
+    With dropout the default run has a signal that saves and one that cannot at every moment;
+    without dropout the signals take turns.
+    """
+    listed = []
+    for n, moment in enumerate(MOMENTS):
+        turn = list(INTERRUPTIONS)[n % len(INTERRUPTIONS)]
+        for p_drop, default in ((0.2, ("SIGTERM", "SIGKILL")), (0.0, (turn,))):
+            for name in INTERRUPTIONS:
+                marks = () if name in default else pytest.mark.slow
+                case = f"{name}-{moment}-{'dropout' if p_drop else 'no dropout'}"
+                listed.append(pytest.param(p_drop, name, moment, marks=marks, id=case))
+    return listed
+
+
+@pytest.mark.parametrize(("p_drop", "name", "moment"), cases())
+def test_resume_after_a_signal_is_exact(runs_by_dropout, tmp_path, p_drop, name, moment):
+    runs, run = runs_by_dropout(p_drop), tmp_path / "run"
+    interruption, (hook, if_saved, if_not) = INTERRUPTIONS[name], MOMENTS[moment]
+    ended = runs.train(run, sends(hook, interruption))
+    assert ended.status == interruption.status, ended
+    assert newest_step(run) == (if_saved if interruption.saves else if_not)
+    assert runs.resume(run).status == 0
+    runs.assert_same(run)
+
+
+TWICE = {
+    "update": (in_update(4), in_update(7)),
+    "validation": (in_validation(5), in_validation(1)),
+    "checkpoint": (in_rename("step-00000008"), in_append("train", 10)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "moments"),
+    [
+        *((name, "update") for name in INTERRUPTIONS),
+        *itertools.product(("SIGTERM", "SIGKILL"), ("validation", "checkpoint")),
+    ],
+)
+def test_resume_after_two_interruptions_is_exact(runs, tmp_path, name, moments):
+    run, interruption, (first, second) = tmp_path / "run", INTERRUPTIONS[name], TWICE[moments]
+    assert runs.train(run, sends(first, interruption)).status == interruption.status
+    assert runs.resume(run, sends(second, interruption)).status == interruption.status
+    assert runs.resume(run).status == 0
+    runs.assert_same(run)
+
+
+@pytest.mark.parametrize("name", INTERRUPTIONS)
+def test_command_line_exits_with_the_status_of_the_signal(runs, tmp_path, name):
+    run, interruption = tmp_path / "run", INTERRUPTIONS[name]
+    arguments = ["train", "tiny", "--out", str(run), *runs.options()]
+    hook = sends(in_update(4), interruption)
+    ended = _in_child(lambda: main(arguments), hook)
+    assert (ended.status, ended.has_traceback) == (interruption.status, False), ended
+    assert (f"continue with: tvq resume {run}\n" in ended.out) == interruption.saves
+    assert newest_step(run) == (5 if interruption.saves else 4)
+    assert _in_child(lambda: main(["resume", str(run)])).status == 0
+    runs.assert_same(run)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_signals_ignored_before_the_run_are_ignored_by_it(runs, tmp_path, number):
+    """As under nohup (SIGHUP) and in the background of a shell script (SIGINT)."""
+    run = tmp_path / "run"
+    hook = sends(in_update(4), Interruption((number,), status=0, saves=False))
+    ended = runs.train(run, lambda: signal.signal(number, signal.SIG_IGN), hook)
+    assert ended.status == 0, ended
+    runs.assert_same(run)
+
+
+def test_closing_the_terminal_saves(runs, tmp_path):
+    """Then SIGHUP arrives, and every write to the terminal fails."""
+    run = tmp_path / "run"
+
+    def child() -> None:
+        torch.use_deterministic_algorithms(True)
+        master, slave = os.openpty()
+        for number in (1, 2):
+            os.dup2(slave, number)
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+
+        def close_terminal() -> None:
+            os.close(master)
+            os.kill(os.getpid(), signal.SIGHUP)
+
+        in_call(TransformerVQ, "update_codebooks", nth(5))(close_terminal)
+        train(runs.config, run)
+
+    ended = run_forked(child)
+    assert not ended.timed_out
+    assert newest_step(run) == 5
+    assert runs.resume(run).status == 0
+    runs.assert_same(run)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("file", ["metrics.jsonl", "config.json"])
+def test_resume_after_an_interrupted_resume_is_exact(runs, tmp_path, file, name):
+    """The files that resuming rewrites before it starts to train."""
+    run, interruption = tmp_path / "run", INTERRUPTIONS[name]
+    assert runs.train(run, sends(in_update(5), INTERRUPTIONS["SIGKILL"])).status == -9
+    assert runs.resume(run, sends(in_rename(file), interruption)).status != 0
+    assert runs.resume(run).status == 0
+    runs.assert_same(run)
+
+
+def test_a_run_killed_before_its_config_is_written_can_be_started_again(runs, tmp_path):
+    run = tmp_path / "run"
+    hook = sends(in_rename("config.json"), INTERRUPTIONS["SIGKILL"])
+    assert runs.train(run, hook).status == -9
+    assert runs.train(run).status == 0
+    runs.assert_same(run)
+
+
+def test_the_best_model_of_these_runs_is_not_the_last(runs):
+    """Otherwise the tests above would not show whether resuming remembers the best loss."""
+    validations = [(loss, step) for kind, step, loss in losses(runs.undisturbed) if kind != "train"]
+    assert min(validations)[1] == 6
+
+
+def test_these_runs_start_codebooks_from_keys_and_revive_codes(runs):
+    """Otherwise the tests above would not cover candidates for codes."""
+    model = runs.config.model
+    assert (model.codebook_init, model.revive_below) == ("keys", 0.1)
+
+    def child() -> None:
+        update = VectorQuantizer.update
+
+        def count(self: VectorQuantizer, usage: CodeUsage) -> None:
+            was_started = bool(self.started)
+            update(self, usage)
+            if was_started:
+                print(int((self.c_count == 1).sum()), end=" ")
+
+        VectorQuantizer.update = count
+        train(runs.config, runs.folder / "counted")
+
+    counts = [int(n) for n in run_forked(child).out.split()]
+    assert len(counts) == 2 * (runs.config.train.steps - 1)  # a layer has two codebooks
+    assert sum(counts) > 0

@@ -31,7 +31,7 @@ from transformer_vq.progress import progress_bar, warn
 
 LEARNED_VOCABULARY = 32_000
 META = "meta.json"
-FORMAT = 2  # raised whenever the same data would give other files
+FORMAT = 3  # raised whenever the same data would give other files
 
 
 @dataclass(frozen=True)
@@ -111,14 +111,19 @@ def prepare(config: DataConfig, vocab_size: int | None = None) -> Corpus:
             f"{vocab_size:,}; set --model.vocab-size to {source.vocab_size}"
         )
     fingerprint = source.fingerprint()
-    made_from = json.dumps([FORMAT, config.dataset, source.vocab_size, fingerprint])
-    digest = hashlib.sha256(made_from.encode()).hexdigest()[:16]
-    folder = _expanded(config.cache, "--data.cache") / f"{config.dataset}-{digest}"
-    corpus = _find(folder)
+    made_from = _data_digest(source, config.dataset, fingerprint)
+    folder = _expanded(config.cache, "--data.cache") / f"{config.dataset}-{made_from}"
+    corpus = _find(folder, made_from)
     if corpus is None:
         _make(source, fingerprint, config.dataset, folder)
         corpus = Corpus.open(folder)
     return corpus
+
+
+def _data_digest(source: Source, dataset: str, fingerprint: list[object]) -> str:
+    """Identify the data of a corpus, and the format of its files."""
+    made_from = json.dumps([FORMAT, dataset, source.vocab_size, fingerprint])
+    return hashlib.sha256(made_from.encode()).hexdigest()[:16]
 
 
 def find_source(config: DataConfig, vocab_size: int) -> Source:
@@ -147,18 +152,18 @@ def _expanded(path: str, option: str) -> Path:
         ) from error
 
 
-def _find(folder: Path) -> Corpus | None:
-    """Return the corpus in a folder, if any; a corrupt one is moved out of the way."""
+def _find(folder: Path, made_from: str) -> Corpus | None:
+    """Return the corpus in a folder, if any; a corrupt or different one is moved out of the way."""
     if not os.path.lexists(folder):
         return None
     try:
-        return _read(folder)
+        return _read(folder, made_from)
     except CorruptFileError:
         pass
     try:
         with locked(folder.parent):
             try:
-                return _read(folder)  # another process may just have replaced it
+                return _read(folder, made_from)  # another process may just have replaced it
             except CorruptFileError as error:
                 if os.path.lexists(folder):
                     warn(f"{folder} is corrupt ({error}); preparing it again")
@@ -220,6 +225,7 @@ def _write(source: Source, dataset: str, folder: Path) -> None:
     meta = {
         "format": FORMAT,
         "dataset": dataset,
+        "made_from": _data_digest(source, dataset, source.fingerprint()),
         "vocab_size": source.vocab_size,
         "bos": source.bos,
         "tokens_sha256": digest.hexdigest(),
@@ -230,12 +236,17 @@ def _write(source: Source, dataset: str, folder: Path) -> None:
     remember(folder, files)
 
 
-def _read(folder: Path) -> Corpus:
-    """Raises CorruptFileError if anything is not as `_write` left it."""
+def _read(folder: Path, made_from: str | None = None) -> Corpus:
+    """Raises CorruptFileError if anything is not as `_write` left it.
+
+    made_from: the digest of the data, if known; a corpus of other data is rejected.
+    """
     meta = read_verified_json(folder / META)
     if meta.get("format") != FORMAT:
         raise CorruptFileError(f"{folder / META} was written by another version")
     try:
+        if made_from not in (None, meta["made_from"]):
+            raise CorruptFileError(f"{folder / META} belongs to other data")
         corpus = _corpus_of(folder, meta)
         verify(folder, meta["files"])
     except CorruptFileError:

@@ -26,8 +26,11 @@ def write_checksums(folder: str | os.PathLike[str]) -> None:
     write_verified_json(root / NAME, {"files": {n: file_digest(root / n) for n in sorted(found)}})
 
 
-def check_folder(folder: object) -> None:
-    """Raise UserError if a recorded file of the folder has changed; hub names are not checked."""
+def check_folder(folder: object, only: str | None = None) -> None:
+    """Raise UserError if a recorded file of the folder has changed; hub names are not checked.
+
+    only: the one file to check; hashing the weights of a large model takes a while.
+    """
     if not isinstance(folder, (str, os.PathLike)) or not (Path(folder) / NAME).is_file():
         return
     root = Path(folder)
@@ -36,6 +39,8 @@ def check_folder(folder: object) -> None:
     except CorruptFileError as error:
         raise UserError(f"{error}; export the model again") from error
     for name, digest in recorded.items():
+        if only not in (None, name):
+            continue
         if not (root / name).is_file() or file_digest(root / name) != digest:
             raise UserError(
                 f"{root / name} is missing, corrupt or was edited; export the model again, or "

@@ -6,8 +6,10 @@ from dataclasses import asdict, fields
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
+from transformers.utils import CONFIG_NAME
 
 from transformer_vq.config import ModelConfig
+from transformer_vq.hf.checksums import check_folder
 
 _DEFAULTS = asdict(ModelConfig(vocab_size=256, d_model=768, n_layer=24))
 
@@ -38,6 +40,18 @@ class TransformerVQConfig(PreTrainedConfig):
         self.use_cache = use_cache
         self.bos_token_id = bos_token_id
         super().__init__(**kwargs)
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> TransformerVQConfig:
+        """As for every transformers config, but damaged files are rejected."""
+        check_folder(args[0] if args else kwargs.get("pretrained_model_name_or_path"), CONFIG_NAME)
+        return super().from_pretrained(*args, **kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> TransformerVQConfig:
+        """As for every transformers config; `AutoConfig` calls this with the name of the folder."""
+        check_folder(kwargs.get("name_or_path"), CONFIG_NAME)
+        return super().from_dict(config_dict, **kwargs)
 
     @classmethod
     def from_model_config(cls, config: ModelConfig, **kwargs: Any) -> TransformerVQConfig:

@@ -1,0 +1,144 @@
+"""Which files the mutation tests mutate, and which commands read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mutation_commands import BEFORE_LAST, LOAD, STEPS, STOPPED_AT
+
+from transformer_vq.checkpoint import FACTS, MODEL, TENSORS
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Files to mutate, and commands whose results depend on them."""
+
+    n_cases: int
+    """How many mutations are tried by default; the slow tests try ten times as many."""
+    copies: dict[str, str]
+    """What a case starts with: name in its folder -> name among the intact ones."""
+    commands: dict[str, tuple[str, ...]]
+    """Pattern of the paths to mutate -> what runs afterwards."""
+    donors: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Pattern of paths -> intact files or folders of the same kind that may replace them."""
+    sealed: tuple[str, ...] = ()
+    """Patterns of safetensors files whose checksum may be mutated together with the content."""
+
+
+def _checkpoint_donors(run: str, *steps: int) -> dict[str, tuple[str, ...]]:
+    folders = [f"{run}/checkpoints/step-{step:08d}" for step in steps]
+    folders += [f"{other}/checkpoints/step-{STEPS:08d}" for other in ("other", "twin")]
+    parts = {
+        f"run/checkpoints/step-*/{name}": tuple(f"{folder}/{name}" for folder in folders)
+        for name in (MODEL, TENSORS, FACTS)
+    }
+    return {**parts, "run/checkpoints/step-*": tuple(folders)}
+
+
+OTHER_BEST = {"run/best/*": ("other/best/model.safetensors", "books/best/model.safetensors")}
+OTHER_CONFIG = {"run/config.json": ("other/config.json", "books/config.json")}
+OTHER_CORPUS = {
+    "home/cache/text-*": ("other-corpus",),
+    **{
+        f"home/cache/text-*/{name}": (f"other-corpus/{name}",)
+        for name in ("meta.json", "train.bin", "train.starts.npy", "test.bin", "verified.json")
+    },
+}
+SUBJECTS = {
+    "stopped run": Subject(
+        14,
+        {"run": "stopped"},
+        {
+            **{f"run/{name}": ("resume",) for name in ("config.json", "metrics.jsonl", ".lock")},
+            "run/checkpoints/*": ("resume",),
+            "run/checkpoints/*/*": ("resume", "resume and eval"),
+            "run/best": ("resume and eval",),
+            "run/best/*": ("resume and eval",),
+        },
+        {**OTHER_CONFIG, **OTHER_BEST, **_checkpoint_donors("stopped", BEFORE_LAST, STOPPED_AT)},
+        sealed=("run/checkpoints/*/*",),
+    ),
+    # A config is all that this run has: that of another run makes it that run.
+    "run without checkpoint": Subject(4, {"run": "begun"}, {"run/*": ("resume",)}),
+    "finished run": Subject(
+        14,
+        {"run": "finished"},
+        {
+            "run/config.json": ("eval", "eval last", "sample", "export"),
+            "run/best/*": ("eval", "sample", "export"),
+            "run/checkpoints/*": ("eval last", "resume"),
+            "run/checkpoints/*/*": ("eval last",),
+        },
+        {**OTHER_BEST, **OTHER_CONFIG, **_checkpoint_donors("finished", BEFORE_LAST, STEPS)},
+        sealed=("run/best/*", "run/checkpoints/*/*"),
+    ),
+    "figures": Subject(
+        3,
+        {"run": "finished"},
+        {"run/metrics.jsonl": ("plot",), "run/evaluation-test.json": ("plot",)},
+    ),
+    # This reads nothing but the config, so that of another run gives another result.
+    "config": Subject(4, {"run": "finished"}, {"run/config.json": ("info",)}),
+    "run with a vocabulary": Subject(
+        10,
+        {"run": "books"},
+        {
+            "run/tokenizer.model": ("eval", "sample", "export"),
+            "run/config.json": ("eval", "sample", "export"),
+            "run/best/*": ("eval", "sample"),
+        },
+        {
+            "run/tokenizer.model": ("vocabulary.model",),
+            "run/config.json": ("finished/config.json",),
+            "run/best/*": ("finished/best/model.safetensors",),
+        },
+        sealed=("run/best/*",),
+    ),
+    "corpus": Subject(
+        10,
+        {"run": "stopped", "home": "home"},
+        {f"home/cache/text-*{files}": ("eval", "resume") for files in ("", "/*")},
+        OTHER_CORPUS,
+    ),
+    "corpus of a run without checkpoint": Subject(
+        4,
+        {"run": "begun", "home": "home"},
+        {f"home/cache/text-*{files}": ("resume",) for files in ("", "/*")},
+        OTHER_CORPUS,
+    ),
+    "corpus with a vocabulary": Subject(
+        6,
+        {"run": "books", "home": "home"},
+        {f"home/cache/pg19-*{files}": ("eval",) for files in ("", "/*")},
+        {"home/cache/pg19-*/tokenizer.model": ("vocabulary.model",)},
+    ),
+    "snapshot": Subject(
+        10,
+        {"run": "finished", "state.safetensors": "state.safetensors"},
+        {"state.safetensors": ("sample from state",)},
+        {"state.safetensors": ("other-state.safetensors", "finished/best/model.safetensors")},
+        sealed=("state.safetensors",),
+    ),
+    "initial model": Subject(
+        10,
+        {"model.safetensors": "finished/best/model.safetensors"},
+        {"model.safetensors": ("train",)},
+        {"model.safetensors": ("other/best/model.safetensors", "state.safetensors")},
+        sealed=("model.safetensors",),
+    ),
+    "export": Subject(
+        12,
+        {"export": "export"},
+        {"export/*": LOAD},
+        {
+            f"export/{name}": (f"other-export/{name}",)
+            for name in ("checksums.json", "config.json", "model.safetensors")
+        },
+    ),
+    "export with a vocabulary": Subject(
+        8,
+        {"export": "books-export"},
+        {"export/*": LOAD},
+        {"export/tokenizer.model": ("vocabulary.model",)},
+    ),
+}

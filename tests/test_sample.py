@@ -138,10 +138,10 @@ def test_a_saved_state_goes_on_without_its_prompt(run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--top-p", "0"], "top_p=0.0"),
-        (["--top-p", "2"], "top_p=2.0"),
-        (["--temperature", "-1"], "temperature=-1.0"),
-        (["--top-k", "0"], "top_k=0"),
+        (["--top-p", "0"], "--top-p 0.0"),
+        (["--top-p", "2"], "--top-p 2.0"),
+        (["--temperature", "-1"], "--temperature -1.0"),
+        (["--top-k", "0"], "--top-k 0"),
         (["--batch", "0"], "--batch 0"),
         (["--tokens", "-1"], "--tokens -1: must not be negative"),
         (["--prompt", "a", "--prompt-file", "b"], "not both"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import sys
 import time
 import traceback
@@ -20,7 +21,9 @@ from typing import Any
 from transformer_vq.arguments import (
     UsageError,
     as_options,
+    check_can_read,
     check_can_write,
+    check_range,
     check_unused,
     find_preset,
     first_word,
@@ -31,7 +34,7 @@ from transformer_vq.checkpoint import load_model, read_config, read_tokenizer
 from transformer_vq.cli_bench import bench
 from transformer_vq.commands import Eval, Export, Info, Plot, Prepare, Resume, Sample, Train
 from transformer_vq.config import DataConfig
-from transformer_vq.data.corpora import prepare
+from transformer_vq.data.corpora import Corpus, prepare
 from transformer_vq.data.enwik8 import download
 from transformer_vq.data.tokenizer import Tokenizer
 from transformer_vq.errors import UserError, is_out_of_memory
@@ -43,7 +46,16 @@ from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.parallel.world import leave
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import IS_SILENT
-from transformer_vq.report import corpus_facts, corpus_table, evaluation_table, sizes_table
+from transformer_vq.report import (
+    corpus_facts,
+    corpus_table,
+    drop_output,
+    evaluation_table,
+    one_line,
+    print_any_text,
+    reason,
+    sizes_table,
+)
 from transformer_vq.sample import read_text, sample_pictures, sample_text, save_grid
 from transformer_vq.sizes import memory_hint, sizes
 from transformer_vq.snapshot import load_context, save_context
@@ -59,6 +71,7 @@ PROTOCOLS: dict[str, tuple[Protocol, ...]] = {
 # Options of `tvq sample` that only one kind of run uses.
 TEXT_ONLY = ("prompt", "prompt_file", "tokens", "stop", "save_state", "load_state")
 IMAGES_ONLY = ("pictures", "keep", "out")
+MAX_ROWS = 2**24  # as in the config of a run
 
 
 def train(arguments: list[str]) -> int:
@@ -82,6 +95,9 @@ def eval_(arguments: list[str]) -> None:
     check_can_write("--out", command.out, command.overwrite)
     if command.protocol == "streaming" and command.seq_len is not None:
         raise UsageError("--seq-len does not apply to --protocol streaming")
+    check_range("--seq-len", command.seq_len, 1)
+    check_range("--batch-size", command.batch_size, 1, MAX_ROWS)
+    check_range("--max-tokens", command.max_tokens, 1)
     with _memory_advice("reduce --batch-size"):
         facts, results = evaluate_run(
             run,
@@ -109,14 +125,14 @@ def sample(arguments: list[str]) -> None:
     run = Path(name)
     command = parse(Sample, rest, f"sample {name}")
     sampling = Sampling(command.temperature, command.top_p, command.top_k)
-    if command.batch < 1:
-        raise UsageError(f"--batch {command.batch}: must be at least 1")
-    if command.tokens < 0:
-        raise UsageError(f"--tokens {command.tokens}: must not be negative")
-    if command.seed is not None and command.seed < 0:
-        raise UsageError(f"--seed {command.seed}: must not be negative")
+    check_range("--batch", command.batch, 1, MAX_ROWS)
+    check_range("--tokens", command.tokens, 0)
+    check_range("--seed", command.seed, 0, 2**63 - 1)
     check_can_write("--out", command.out, command.overwrite)
     check_can_write("--save-state", command.save_state, command.overwrite)
+    check_can_read("--load-state", command.load_state)
+    for path in command.pictures:
+        check_can_read("--pictures", path)
     config = read_config(run)
     kind, unused = ("images", TEXT_ONLY) if config.data.has_pictures else ("text", IMAGES_ONLY)
     given = {name: getattr(command, name) for name in unused}
@@ -156,10 +172,7 @@ def _sample_text(
         raise UsageError("give --prompt or --prompt-file, not both")
     prompt = command.prompt or ""
     if command.prompt_file is not None:
-        try:
-            prompt = command.prompt_file.read_bytes().decode(errors="surrogateescape")
-        except OSError as error:
-            raise UsageError(f"--prompt-file {command.prompt_file}: {error.strerror}") from error
+        prompt = _read_prompt(command.prompt_file)
     context = None
     if command.load_state is not None:
         context = load_context(command.load_state, model)
@@ -193,14 +206,45 @@ def _sample_text(
     return texts
 
 
+def _read_prompt(path: Path) -> str:
+    """The text of a file, or of a pipe or terminal; bytes that are not UTF-8 are kept."""
+    try:
+        with open(path, "rb") as file:
+            kind = os.fstat(file.fileno())
+            is_device = stat.S_ISCHR(kind.st_mode) or stat.S_ISBLK(kind.st_mode)
+            is_null = kind.st_rdev == os.stat(os.devnull).st_rdev
+            if is_device and not is_null and not file.isatty():
+                raise UsageError(f"--prompt-file {path}: is a device; give a file with text")
+            return file.read().decode(errors="surrogateescape")
+    except OSError as error:
+        raise UsageError(
+            f"--prompt-file {path}: {error.strerror}; give a file with text"
+        ) from error
+
+
 def prepare_(arguments: list[str]) -> None:
     command = parse(Prepare, arguments, "prepare")
-    data = DataConfig(command.dataset, command.path, command.tokenizer, command.cache)
-    if command.dataset == "enwik8" and command.path is None:
-        download(Path(os.path.expanduser(command.cache)))
-    corpus = prepare(data, command.vocab_size)
+    check_range("--vocab-size", command.vocab_size, 1, MAX_ROWS)
+    if command.vocab_size is not None and command.dataset != "pg19":
+        raise UsageError(f"--vocab-size: {command.dataset} has its own tokens; leave it out")
+    try:
+        corpus = _prepared(command)
+    except UserError as error:
+        # The same options have no section here.
+        message = as_options(str(error)).replace("--data.", "--")
+        raise UserError(message.replace("--model.vocab-size", "--vocab-size")) from error
     print(corpus_table(corpus))
     _print_json(corpus_facts(corpus), command.json)
+
+
+def _prepared(command: Prepare) -> Corpus:
+    data = DataConfig(command.dataset, command.path, command.tokenizer, command.cache)
+    if command.dataset == "enwik8" and command.path is None:
+        cache = os.path.expanduser(command.cache)
+        if cache.startswith("~"):
+            raise UsageError(f"--cache {cache}: there is no such home folder; give a full path")
+        download(Path(cache))
+    return prepare(data, command.vocab_size)
 
 
 def export_(arguments: list[str]) -> None:
@@ -226,6 +270,8 @@ def plot(arguments: list[str]) -> None:
 
     command = parse(Plot, arguments, "plot")
     check_can_write("--out", command.out, command.overwrite)
+    if command.out is not None and command.out.suffix.lower() != ".png":
+        raise UsageError(f"--out {command.out}: figures are PNG files; use a name ending in .png")
     for path in plot_path(command.path, command.out):
         print(path)
 
@@ -246,28 +292,27 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str]] = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit: 0 done, 2 a mistake or bad file, 1 a run that could not continue."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_overview())
-        return
-    name, *rest = arguments
+    name, rest = arguments[0] if arguments else "help", arguments[1:]
     keep_freed_memory()
     if IS_SILENT:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    print_any_text()
     try:
-        if name not in COMMANDS:
-            raise UsageError(
-                f"there is no command {name!r}{nearest(name, COMMANDS)}; see tvq --help"
-            )
-        status = COMMANDS[name][0](rest) or 0
+        status = _run(name, rest)
+        sys.stdout.flush()
         leave(status)
         if status:
             sys.exit(status)
     except TrainingError as error:
         _fail(str(error), 1)
     except BrokenPipeError:
+        drop_output()
         sys.exit(0)  # the reader of the output has gone, as `head` does
-    except (UserError, OSError) as error:
+    except UserError as error:
         _fail(str(error), 2)
+    except OSError as error:
+        drop_output()  # it may be what cannot be written
+        _fail(reason(error), 2)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except Exception as error:
@@ -275,6 +320,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _fail("out of memory; use a smaller model, batch or sequence", 2)
         traceback.print_exc()
         _fail("this is a bug; please report it together with the lines above", 1)
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    """Run a command; return its exit status."""
+    if name in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if name not in COMMANDS:
+        raise UsageError(f"there is no command {name!r}{nearest(name, COMMANDS)}; see tvq --help")
+    return COMMANDS[name][0](arguments) or 0
 
 
 @contextmanager
@@ -293,7 +348,7 @@ def _fail(message: str, status: int) -> None:
         # Rank 0 reports what went wrong on all ranks, and torchrun ends this one.
         time.sleep(3)
         message = f"rank {os.environ['RANK']}: {message}"
-    print(f"tvq: {as_options(' '.join(message.split()))}", file=sys.stderr)
+    print(f"tvq: {one_line(as_options(message))}", file=sys.stderr)
     sys.exit(status)
 
 

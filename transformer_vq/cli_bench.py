@@ -14,6 +14,7 @@ import tyro
 from transformer_vq.arguments import (
     UsageError,
     check_can_write,
+    check_range,
     find_preset,
     first_word,
     nearest,
@@ -26,6 +27,7 @@ from transformer_vq.files import write_json
 from transformer_vq.nn.device import find_device
 
 T = TypeVar("T")
+MAX_REPEATS, MAX_ROWS, MAX_TOKENS = 10_000, 2**24, 2**40  # more cannot be meant
 Out = Annotated[
     Path | None, tyro.conf.arg(help="JSON file for the measurements; `tvq plot` draws it.")
 ]
@@ -202,6 +204,8 @@ def decode_(arguments: list[str]) -> None:
         numbers = getattr(command, name)
         if min(numbers, default=1) < 1 or (not numbers and name != "prefills"):
             raise UsageError(f"--{name}: give numbers from 1 up")
+        for number in numbers:
+            check_range(f"--{name}", number, 1, MAX_ROWS if name == "batches" else MAX_TOKENS)
     result = decode.run(
         find_preset(command.preset).model,
         contexts=command.contexts,
@@ -218,6 +222,7 @@ def decode_(arguments: list[str]) -> None:
 
 def train_(arguments: list[str]) -> None:
     command = _parse(Train, arguments, "train")
+    check_range("--repeats", command.repeats, 1, MAX_REPEATS)
     kinds, lengths, repeats = (
         (train.QUICK_KINDS, train.QUICK_LENGTHS, 2)
         if command.quick
@@ -242,6 +247,8 @@ def train_(arguments: list[str]) -> None:
 
 def documents_(arguments: list[str]) -> None:
     command = _parse(Documents, arguments, "documents")
+    check_range("--repeats", command.repeats, 1, MAX_REPEATS)
+    check_range("--document-len", command.document_len, 1, MAX_TOKENS)
     cells = documents.cells(command.seq_len, command.document_len, **command.shape.fields())
     result = train.run(cells, command.repeats, command.memory_gb, command.time_limit)
     _report(result, documents.table(result), command.out, command.json)
@@ -250,6 +257,7 @@ def documents_(arguments: list[str]) -> None:
 def ablate_(arguments: list[str]) -> None:
     base, rest = _preset(arguments, ablate.BASE)
     command = parse(Ablate, rest, "bench ablate [PRESET]", Ablate(base))
+    check_range("--seeds", command.seeds, 1, MAX_REPEATS)
     wanted = (command.run, command.out, command.codes, command.seeds)
     stopped_by = ablate.train_all(*wanted)
     if stopped_by is not None:
@@ -262,6 +270,7 @@ def ablate_(arguments: list[str]) -> None:
 def profile_(arguments: list[str]) -> None:
     base, rest = _preset(arguments, profile.BASE)
     command = _parse(Profile, rest, "profile [PRESET]", Profile(base))
+    check_range("--steps", command.steps, 1, MAX_REPEATS)
     result = profile.run(command.run, command.steps, command.time_limit)
     _report(result, profile.table(result), command.out, command.json)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
@@ -212,6 +213,11 @@ class TrainConfig:
             raise UserError(
                 f"train.batch_size={self.batch_size} is not a multiple of "
                 f"train.accumulate={self.accumulate}; change one of them"
+            )
+        start = self.init_from
+        if start is not None and os.path.expanduser(start).startswith("~"):
+            raise UserError(
+                f"train.init_from={shown(start)}: there is no such home folder; give a full path"
             )
 
 

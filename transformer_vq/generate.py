@@ -47,13 +47,13 @@ class Sampling:
 
     def choose(self, logits: Tensor, chance: Tensor) -> Tensor:
         """logits: [b, vocab_size], chance: [b] numbers from 0 to 1 -> tokens: [b]."""
-        if self.temperature == 0:
+        if self.temperature < 1e-30:  # the quotient would not be finite
             return logits.argmax(-1)
         p, order = (logits / self.temperature).softmax(-1).sort(descending=True, stable=True)
         before = p.cumsum(-1) - p  # mass of the likelier ones: the likeliest is always kept
         p = p.masked_fill(before >= self.top_p, 0.0)
         if self.top_k is not None:
-            p[..., self.top_k :] = 0.0
+            p[..., min(self.top_k, p.shape[-1]) :] = 0.0
         cumulative = p.cumsum(-1)
         drawn = (cumulative <= (chance.to(p) * cumulative[..., -1]).unsqueeze(-1)).sum(-1)
         return order.gather(-1, drawn.clamp(max=p.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)

@@ -1,7 +1,12 @@
-"""Results as text and as plain values: what commands print."""
+"""What commands print: results as text and as plain values, and mistakes in one line."""
 
 from __future__ import annotations
 
+import codecs
+import io
+import os
+import re
+import sys
 from typing import Any
 
 from transformer_vq.config import RunConfig
@@ -90,3 +95,43 @@ def corpus_facts(corpus: Corpus) -> dict[str, Any]:
 
 def _bytes(n: int) -> str:
     return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.2f} MB"
+
+
+def print_any_text() -> None:
+    """Let stdout accept text that it cannot encode: names of files, or prompts, of any bytes.
+
+    Bytes that could not be decoded are printed as they were, other characters as escapes.
+    """
+
+    def encode(error: UnicodeError) -> tuple[str | bytes, int]:
+        try:
+            return codecs.lookup_error("surrogateescape")(error)
+        except UnicodeError:
+            return codecs.lookup_error("backslashreplace")(error)
+
+    codecs.register_error("tvq", encode)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="tvq")
+
+
+def drop_output() -> None:
+    """Forget what is still to be printed if stdout does not accept it."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
+
+
+def reason(error: OSError) -> str:
+    """Return what failed, and with which file."""
+    if error.strerror is None or error.filename is None:
+        return str(error)
+    return f"cannot use {error.filename}: {error.strerror}"
+
+
+def one_line(message: str) -> str:
+    """Without line ends, numbers of system errors, control characters and endless words."""
+    line = re.sub(r"\[Errno \d+\] ", "", " ".join(message.split()))
+    line = re.sub(r"[^\s:;,'\"]{300,}", lambda word: f"{word[0][:60]}...", line)
+    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in line)

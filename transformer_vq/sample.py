@@ -122,8 +122,8 @@ def sample_pictures(
     if begun:
         if not 0 < keep < 1:
             raise UserError(f"keep={keep}: must be above 0 and below 1")
-        n_kept = round(keep * SIDE) * SIDE * 3  # whole rows of pixels
-        rows = to_tokens(np.stack([decode(path) for path in begun]))
+        n_kept = min(round(keep * SIDE), SIDE - 1) * SIDE * 3  # whole rows of pixels
+        rows = to_tokens(np.stack([_decode(path) for path in begun]))
         prompts = [[bos, *row[:n_kept].tolist()] for row in rows for _ in range(n)]
     n_new = N_TOKENS - len(prompts[0]) + 1
     context = read_prompts(model, prompts)
@@ -134,6 +134,16 @@ def sample_pictures(
             advance(1)
     finished = np.concatenate([np.array(prompts)[:, 1:], np.array(drawn).T], axis=1)
     return to_pictures(finished.astype(np.uint8))
+
+
+def _decode(path: Path) -> np.ndarray:
+    try:
+        return decode(path)
+    except UserError:
+        raise
+    except Exception as error:  # broken files make Pillow raise errors of almost any kind
+        why = getattr(error, "strerror", None) or "it is not an image, or it is corrupt"
+        raise UserError(f"cannot read {path}: {why}; give another image") from error
 
 
 def save_grid(pictures: np.ndarray, path: Path, scale: int = 4) -> None:

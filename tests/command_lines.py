@@ -1,0 +1,335 @@
+"""Random command lines for `tvq`: sensible ones with a few odd values mixed in.
+
+Options and their types come from the dataclasses of the commands, so new options take part without
+being listed here. A number decides a command line: `command_line(7)` is always the same.
+"""
+
+from __future__ import annotations
+
+import random
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from transformer_vq import cli_bench, commands
+from transformer_vq.cli import COMMANDS
+from transformer_vq.cli_bench import BENCHES
+from transformer_vq.presets import PRESETS
+
+OPTIONS = {
+    "train": commands.Train,
+    "resume": commands.Resume,
+    "eval": commands.Eval,
+    "sample": commands.Sample,
+    "prepare": commands.Prepare,
+    "export": commands.Export,
+    "info": commands.Info,
+    "plot": commands.Plot,
+    "bench train": cli_bench.Train,
+    "bench documents": cli_bench.Documents,
+    "bench ablate": cli_bench.Ablate,
+    "bench profile": cli_bench.Profile,
+    "bench decode": cli_bench.Decode,
+}
+"""The dataclass of every command."""
+
+MODEL = "--model.d-model 8 --model.n-layer 1 --model.d-k 4 --model.n-code 4 --model.block-len 4"
+TRAIN = (
+    "--train.steps 2 --train.batch-size 2 --train.seq-len 16 --train.backprop-len 8 "
+    "--train.eval-tokens 20 --train.device cpu"
+)
+TINY = f"{MODEL} --model.vocab-size 256 {TRAIN}"
+SHAPE = "--d-model 8 --n-layer 1 --d-k 4 --n-code 4 --block-len 4 --device cpu"
+
+BASES: dict[str, tuple[str, ...]] = {
+    "train": (
+        f"tiny {TINY} --data.path texts --out new-run",
+        f"small {TINY} --data.path texts --train.eval-every 1 --out new-run --json",
+        f"pg19-1.3b {MODEL} {TRAIN} --model.vocab-size 300 --data.path books --out new-run",
+        f"imagenet64-190m {TINY} --data.dataset pictures --data.path images --out new-run",
+        f"enwik8-190m {TINY} --data.path texts/0.txt --out new-run",
+    ),
+    "resume": ("text-run", "image-run", "books-run", "full-run --json", "damaged-run"),
+    "eval": (
+        "text-run",
+        "books-run --json",
+        "full-run --split validation",
+        "text-run --max-tokens 5 --out new.json",
+        "text-run --data.path books/train",
+        "image-run --max-tokens 40 --protocol windowed",
+        "damaged-run --checkpoint last",
+    ),
+    "sample": (
+        "text-run --tokens 5",
+        "text-run --tokens 3 --prompt hello --seed 0 --json",
+        "text-run --tokens 3 --load-state state.safetensors",
+        "books-run --tokens 4 --prompt-file note.txt --batch 2",
+        "full-run --tokens 3 --save-state new-state",
+        "image-run --pictures image.png --keep 0.98",
+        "damaged-run --tokens 2",
+    ),
+    "prepare": (
+        "text --path texts",
+        "text --path odd-texts --cache new-cache",
+        "pg19 --path books --vocab-size 290 --json",
+        "pg19 --path books --tokenizer books-run/tokenizer.model",
+        "pictures --path images --cache new-cache",
+        "imagenet64 --path npz",
+        "enwik8",
+        "enwik8 --path texts/1.txt",
+    ),
+    "export": (
+        "text-run new-export",
+        "books-run new-export",
+        "image-run empty-folder",
+        "full-run new-export --checkpoint last",
+        "damaged-run new-export",
+    ),
+    "info": (*PRESETS, "text-run", "books-run --json", "damaged-run"),
+    "plot": ("text-run", "full-run", "image-run", "decode.json", "evaluation.json --out new.png"),
+    "bench train": (
+        f"{SHAPE} --lengths 8 16 --head-types shga --kinds full auto --repeats 1",
+        f"{SHAPE} --quick --lengths 8 --kinds sdpa --time-limit 1 --repeats 1 --out new.json",
+    ),
+    "bench documents": (f"{SHAPE} --seq-len 32 --document-len 8 --repeats 1 --json",),
+    "bench ablate": (
+        f"tiny {TINY} --data.path texts --codes 2 --seeds 1 --out new-ablation",
+        f"{TINY} --data.path texts --codes 2 --seeds 1",
+    ),
+    "bench profile": (f"tiny {TINY} --data.path texts --steps 1 --out new.json",),
+    "bench decode": (
+        "--preset tiny --contexts 8 --batches 1 --kinds vq --prefills 8 --device cpu",
+        "--preset tiny --contexts 8 --batches 1 --kinds gpt2 --prefills --out new.json",
+    ),
+}
+"""Command lines that take well below a second: what is odd comes on top of them."""
+
+KNOWN: dict[str, tuple[str, ...]] = {
+    "path": ("texts", "texts/0.txt", "books", "images", "npz", "books/train", "odd-texts"),
+    "out": ("new-run", "new.json", "new.png", "folder/new"),
+    "tokenizer": ("books-run/tokenizer.model",),
+    "cache": ("new-cache", "~/cache"),
+    "init_from": ("text-run", "full-run", "text-run/best/model.safetensors"),
+    "device": ("cpu", "auto"),
+    "wandb": ("project",),
+    "checkpoint": ("best", "last", "2"),
+    "prompt": ("hello", "two words"),
+    "prompt_file": ("note.txt", "texts/1.txt"),
+    "save_state": ("new-state",),
+    "load_state": ("state.safetensors",),
+    "pictures": ("image.png", "images/0.png"),
+    "preset": tuple(PRESETS),
+    "stop": ("e", "the"),
+}
+"""Good values by the name of an option; others get some by their type."""
+
+NUMBERS = ("0", "-1", "1", "2", "7", "1000", "2147483648", "9223372036854775807", str(10**30))
+REALS = ("nan", "inf", "-inf", "1e308", "-1e308", "1e-320", "1e999", "0.0", "-0.5", "1.0", "3e-5")
+WORDS = (
+    "",
+    " ",
+    "1e3",
+    "1_0",
+    "None",
+    "none",
+    "true",
+    "False",
+    "x" * 300,
+    "y" * 5000,
+    "中文 é",
+    "٣",
+    "0x10",
+)
+STRANGE = ("a\nb", "tab\there", "\x1b[31m", "\x01", "100%", "{}", "'\"", "\\", "a,b", "\udcff", "-")
+PATHS = (
+    *("texts", "odd-texts", "note.txt", "nothing", "nothing/below", "note.txt/below", "."),
+    *("empty-folder", "empty.txt", "words.jsonl", "image.png", "broken.png", "text-run"),
+    *("image-run", "state.safetensors", "decode.json", "evaluation.json", "unreadable.txt"),
+    *("pipe", "/dev/null", "/dev/zero", "/dev/full", "/dev/null/x", "/proc/nothing", "~/x"),
+    *("~nobody-at-all/x", "loop", "broken-link", "link.txt", "new\nline.txt", "\udcff.txt"),
+    *("damaged-run", "text-run/config.json", "text-run/best/model.safetensors", "x" * 300, ""),
+)
+ODD = (*NUMBERS, *REALS, *WORDS, *STRANGE, *PATHS)
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option as it is typed, and the field that it sets."""
+
+    typed: str
+    name: str
+    hint: Any
+    is_optional: bool = False
+    is_positional: bool = False
+
+
+def options_of(kind: Any, prefix: str = "") -> list[Option]:
+    """All options of a command, those of nested configs by their full name."""
+    found = []
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        hint, section = hints[field.name], field.name
+        is_positional = False
+        if get_origin(hint) is Annotated:
+            for mark in hint.__metadata__:
+                section = "" if getattr(mark, "name", None) == "" else section
+                is_positional |= repr(mark) == "Positional"
+            hint = hint.__origin__
+        inner, is_optional = _without_none(hint)
+        if isinstance(inner, type) and is_dataclass(inner):
+            found += options_of(inner, ".".join(filter(None, [prefix, section])))
+        else:
+            name = field.name.replace("_", "-")
+            typed = f"--{prefix}.{name}" if prefix else f"--{name}"
+            found.append(Option(typed, field.name, inner, is_optional, is_positional))
+    return found
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    if get_origin(hint) is Annotated:
+        hint = hint.__origin__
+    if get_origin(hint) in (Union, types.UnionType):
+        rest = [x for x in get_args(hint) if x is not types.NoneType]
+        return _without_none(rest[0])[0], True
+    return hint, False
+
+
+ALL_OPTIONS = {command: options_of(kind) for command, kind in OPTIONS.items()}
+
+
+def command_line(number: int) -> list[str]:
+    """The command line with this number; many in a row use every command."""
+    chance = random.Random(number)
+    everything = [*OPTIONS, "", "help"]
+    command = everything[number % len(everything)]
+    if command in ("", "help"):
+        return _other_words(chance, command)
+    arguments = chance.choice(BASES[command]).split()
+    n_first = next((i for i, x in enumerate(arguments) if x.startswith("-")), len(arguments))
+    groups = _grouped(arguments[n_first:])
+    for _ in range(chance.choices((0, 1, 2, 3), (1, 4, 3, 2))[0]):
+        groups.append(_random_option(chance, ALL_OPTIONS[command]))
+    words = [*command.split(), *arguments[:n_first]]
+    if chance.random() < 0.25:
+        chance.shuffle(groups)
+    for _ in range(chance.choices((0, 1, 2), (14, 5, 1))[0]):
+        chance.choice(MUTATIONS)(chance, words, groups)
+    return [*words, *(x for group in groups for x in group)]
+
+
+def _grouped(arguments: list[str]) -> list[list[str]]:
+    """Every option together with its values."""
+    groups: list[list[str]] = []
+    for argument in arguments:
+        if argument.startswith("--"):
+            groups.append([argument])
+        else:
+            groups[-1].append(argument)
+    return groups
+
+
+def _random_option(chance: random.Random, options: list[Option]) -> list[str]:
+    option = chance.choice(options)
+    values = _values(chance, option)
+    if option.is_positional:
+        return values
+    if chance.random() < 0.1 and len(values) == 1:
+        return [f"{option.typed}={values[0]}"]
+    return [option.typed, *values]
+
+
+def _values(chance: random.Random, option: Option) -> list[str]:
+    if option.hint is bool:
+        return [] if chance.random() < 0.95 else [chance.choice(("True", "no", "1"))]
+    if get_origin(option.hint) is tuple:
+        inner = get_args(option.hint)
+        n = len(inner) if inner[-1] is not ... else chance.choices((0, 1, 2, 4), (1, 5, 3, 1))[0]
+        return [_value(chance, option, _without_none(inner[0])[0]) for _ in range(n)]
+    return [_value(chance, option, option.hint)]
+
+
+def _value(chance: random.Random, option: Option, hint: Any) -> str:
+    """Mostly a value that can be parsed, so that the code behind the parser is reached."""
+    kind = chance.random()
+    if kind < 0.05:
+        return chance.choice(ODD)
+    if option.is_optional and kind < 0.1:
+        return "None"
+    if option.name in KNOWN and kind < 0.5:
+        return chance.choice(KNOWN[option.name])
+    if get_origin(hint) is Literal:
+        choices = get_args(hint)
+        return chance.choice(choices) if kind < 0.95 else choices[0].upper()
+    if hint is int:
+        return chance.choice(("1", "2", "3", "4", "8", "16", "64") if kind < 0.6 else NUMBERS)
+    if hint is float:
+        return chance.choice(("0.1", "0.5", "1", "0.99") if kind < 0.5 else (*REALS, *NUMBERS))
+    return chance.choice(PATHS if hint is Path else (*PATHS, *WORDS, *STRANGE))
+
+
+def _other_words(chance: random.Random, command: str) -> list[str]:
+    """Command lines that start with help, or with what is not a command."""
+    first = ["help", "--help", "-h"] if command == "help" else [*ODD, "trian", "TRAIN", "bench"]
+    words = [*([chance.choice(first)] if chance.random() < 0.95 else [])]
+    for _ in range(chance.randrange(3)):
+        words.append(chance.choice([*COMMANDS, *BENCHES, *PRESETS, "--help", "--json", *ODD]))
+    return words
+
+
+Mutation = Callable[[random.Random, list[str], list[list[str]]], None]
+
+
+def _insert(chance: random.Random, groups: list[list[str]], group: list[str]) -> None:
+    groups.insert(chance.randint(0, len(groups)), group)
+
+
+def _repeat(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
+    if groups:
+        _insert(chance, groups, list(chance.choice(groups)))
+
+
+def _lose_value(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
+    if groups and len(group := chance.choice(groups)) > 1:
+        group.pop()
+
+
+def _lose_word(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
+    if len(words) > 1:
+        words.pop(chance.randrange(1, len(words)))
+
+
+def _odd_word(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
+    if len(words) > 1:
+        words[-1] = chance.choice(ODD)
+
+
+def _foreign(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
+    """An option of another command."""
+    _insert(chance, groups, _random_option(chance, ALL_OPTIONS[chance.choice(list(OPTIONS))]))
+
+
+def _abbreviate(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
+    if groups and len(group := chance.choice(groups)) > 0 and len(group[0]) > 4:
+        group[0] = group[0][: chance.randint(3, len(group[0]) - 1)]
+
+
+def _underscore(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
+    if groups:
+        group = chance.choice(groups)
+        group[:1] = [x.replace("-", "_").replace("__", "--", 1) for x in group[:1]]
+
+
+def _help(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
+    _insert(chance, groups, [chance.choice(("--help", "-h", "--hlep"))])
+
+
+def _stray(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
+    _insert(chance, groups, [chance.choice(ODD)])
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    *(_repeat, _lose_value, _lose_word, _odd_word, _foreign, _abbreviate, _underscore),
+    *(_help, _stray),
+)

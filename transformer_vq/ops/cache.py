@@ -92,4 +92,5 @@ def code_sums(
 def block_stats(z: Tensor, v: Tensor, n_code: int, valid: Tensor | None = None) -> CacheStats:
     """Cache statistics of the given tokens alone. z: [..., t], v: [..., t, v]."""
     total, count = code_sums(z, v, n_code, valid)
-    return CacheStats(total / count.clamp(min=1).unsqueeze(-1), count.to(torch.int64))
+    # In place: the sums are new, and a table per block is what the merge of a block costs.
+    return CacheStats(total.div_(count.clamp(min=1).unsqueeze(-1)), count.to(torch.int64))

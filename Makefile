@@ -39,7 +39,7 @@ demo: $(DEMO_STAMP)  ## train a small model in minutes, measure it, let it write
 
 bench: $(STAMP)  ## record time and memory up to 131,072 tokens (15 minutes on two cores)
 	$(BIN)/tvq bench train --head-types shga --kinds full auto --d-model 256 --n-layer 2 \
-		--recompute on --repeats 2 --time-limit 100 --out benchmarks/scaling.json --overwrite
+		--checkpoint-activations on --repeats 2 --time-limit 100 --out benchmarks/scaling.json --overwrite
 	$(BIN)/tvq plot benchmarks/scaling.json
 	$(BIN)/tvq bench documents --out benchmarks/documents.json --overwrite
 	$(BIN)/python -m transformer_vq.bench.context --out benchmarks/context.json --overwrite

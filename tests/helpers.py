@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from transformer_vq import ModelConfig
+from transformer_vq import ModelConfig, TransformerVQ
 from transformer_vq.config import DataConfig, OptimConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.ops.quadratic import Phi, quadratic_vq_attention
@@ -162,9 +162,21 @@ def reference(
 
 
 def tiny_config(**overrides) -> ModelConfig:
-    """A model small enough for anything: blocks of 4, 7 codes, 17 tokens."""
+    """A model small enough for anything: blocks of 4, 7 codes, 17 tokens.
+
+    Codebooks start at random and are not revived; gqa has four query heads and two key heads.
+    """
     sizes = {"vocab_size": 17, "d_model": 16, "n_layer": 2, "d_k": 8, "n_code": 7, "block_len": 4}
+    sizes |= {"codebook_init": "random", "revive_below": 0.0}
+    if overrides.get("head_type") == "gqa":
+        sizes |= {"d_k": 4, "n_kv_head": 2}
     return ModelConfig(**(sizes | overrides))
+
+
+def tiny_model(reduction="auto", checkpoint_activations=False, **overrides) -> TransformerVQ:
+    """A model of that config, computed in that way."""
+    execution = {"reduction": reduction, "checkpoint_activations": checkpoint_activations}
+    return TransformerVQ(tiny_config(**overrides), **execution)
 
 
 def tiny_run(folder: Path, **changes: dict[str, object]) -> RunConfig:

@@ -13,7 +13,7 @@ module = sys.modules["transformer_vq.generate"]  # the package has a function of
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
-@pytest.fixture(params=["shga", "mqa", "mha", "full"])
+@pytest.fixture(params=["shga", "mqa", "mha", "gqa", "full"])
 def model(request):
     kind = {"attention": "full"} if request.param == "full" else {"head_type": request.param}
     return TransformerVQ(tiny_config(n_layer=1, **kind)).double().eval()

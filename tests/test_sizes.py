@@ -14,7 +14,7 @@ from transformer_vq.parallel.tensor_parallel import divided_axes
 from transformer_vq.sizes import flops_per_token, sizes
 from transformer_vq.training.optim import make_optimizer
 
-HEAD_TYPES = ("shga", "mqa", "mha")
+HEAD_TYPES = ("shga", "mqa", "mha", "gqa")
 
 
 def run_of(train=None, optim=None, **model):
@@ -27,7 +27,7 @@ def run_of(train=None, optim=None, **model):
 def n_heads(config):
     """Query heads and key heads."""
     heads = 1 if config.head_type == "shga" else config.d_model // config.d_k
-    return heads, heads if config.head_type == "mha" else 1
+    return heads, {"mha": heads, "gqa": config.n_kv_head}.get(config.head_type, 1)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -55,8 +55,8 @@ def test_flops_are_those_of_the_papers_accounting(name):
 )
 def test_flops_are_those_of_the_products_in_a_forward_pass(head_type, kind):
     # The plain form, which leaves nothing out; the fast one skips a cache that is empty.
-    config = tiny_config(head_type=head_type, reduction="serial", **kind)
-    model, tokens = TransformerVQ(config), torch.zeros(3, 24, dtype=torch.int64)
+    config = tiny_config(head_type=head_type, **kind)
+    model, tokens = TransformerVQ(config, reduction="serial"), torch.zeros(3, 24, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(tokens)
     # All 24 keys are scored, masked ones too, which is the average over a sequence of 48.
@@ -85,7 +85,7 @@ def test_training_costs_three_forward_passes():
     found = sizes(config)
     assert found.forward_flops == flops_per_token(config.model, config.train.seq_len)
     assert found.train_flops == 3 * found.forward_flops
-    assert sizes(run_of(train={"recompute": True})).train_flops == found.train_flops
+    assert sizes(run_of(train={"checkpoint_activations": True})).train_flops == found.train_flops
 
 
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
@@ -140,6 +140,8 @@ LARGE = {"vocab_size": 130, "d_model": 128, "d_k": 128, "n_layer": 1}
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
 @pytest.mark.parametrize("model", [{}, LARGE, LARGE | {"absolute_positions": True}])
 def test_the_optimizer_keeps_as_many_numbers_after_a_step(optimizer, head_type, model):
+    if head_type == "gqa" and model:
+        model = model | {"d_k": 32}
     config = run_of(optim={"optimizer": optimizer}, head_type=head_type, **model)
     trained = TransformerVQ(config.model)
     for p in trained.parameters():
@@ -165,10 +167,12 @@ def test_training_memory_is_the_sum_of_its_parts():
 
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
 @pytest.mark.parametrize("attention_type", ["vq", "full"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_activations_grow_with_the_number_of_sequences(head_type, attention_type, recompute):
+@pytest.mark.parametrize("checkpoint_activations", [False, True])
+def test_activations_grow_with_the_number_of_sequences(
+    head_type, attention_type, checkpoint_activations
+):
     def activations(batch_size):
-        train = {"batch_size": batch_size, "recompute": recompute}
+        train = {"batch_size": batch_size, "checkpoint_activations": checkpoint_activations}
         return sizes(run_of(train, head_type=head_type, attention=attention_type)).activation_bytes
 
     assert activations(12) == 12 * activations(1)
@@ -185,7 +189,7 @@ def test_a_number_of_parts_left_open_counts_as_one():
 
 
 @pytest.mark.parametrize("attention_type", ["vq", "full"])
-@pytest.mark.parametrize("saving", [{"recompute": True}, {"precision": "bf16"}])
+@pytest.mark.parametrize("saving", [{"checkpoint_activations": True}, {"precision": "bf16"}])
 def test_what_saves_memory_is_seen(attention_type, saving):
     small = PRESETS["small"]
     plain = replace(small, model=replace(small.model, attention=attention_type))
@@ -195,7 +199,7 @@ def test_what_saves_memory_is_seen(attention_type, saving):
 
 def test_recomputation_keeps_the_state_before_every_segment(monkeypatch):
     def more_with_six_segments(n_layer):
-        config = run_of({"recompute": True, "backprop_len": 24}, n_layer=n_layer)
+        config = run_of({"checkpoint_activations": True, "backprop_len": 24}, n_layer=n_layer)
         with monkeypatch.context() as patch:
             whole = sizes(config)
             patch.setattr(attention, "AUTO_SCORES", 1)
@@ -235,5 +239,9 @@ def test_layers_beyond_the_first_cost_the_same_each():
     def of(n_layer, **parts):
         return torch.tensor(astuple(sizes(run_of(**LARGE | {"n_layer": n_layer} | parts))))
 
-    for parts in ({}, {"optim": {"optimizer": "adafactor"}}, {"train": {"recompute": True}}):
+    for parts in (
+        {},
+        {"optim": {"optimizer": "adafactor"}},
+        {"train": {"checkpoint_activations": True}},
+    ):
         assert torch.equal(of(5, **parts) - of(4, **parts), of(2, **parts) - of(1, **parts))

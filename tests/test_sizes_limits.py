@@ -13,7 +13,7 @@ from transformer_vq.errors import UserError
 from transformer_vq.report import sizes_table
 from transformer_vq.sizes import Sizes, memory_hint, sizes
 
-HEAD_TYPES = ("shga", "mqa", "mha")
+HEAD_TYPES = ("shga", "mqa", "mha", "gqa")
 
 
 def run_of(train=None, **model):
@@ -58,12 +58,15 @@ DRAWN = {
     "dp": st.just(0) | PROCESSES,
     "accumulate": st.sampled_from([0, 1, 2, 3]),
     "head_type": st.sampled_from(HEAD_TYPES),
+    "n_kv_head": st.sampled_from([None, 1, 2, 3]),
     "attention": st.sampled_from(["vq", "full"]),
     "reduction": st.sampled_from(["auto", "serial", "input_scan"]),
     "precision": st.sampled_from(["fp32", "bf16"]),
     "optimizer": st.sampled_from(["adamw", "adafactor"]),
     "device": st.sampled_from(["auto", "cpu", "cuda:99", "nonsense"]),
-    **dict.fromkeys(("compressive_cache", "tie_embeddings", "recompute"), st.booleans()),
+    **dict.fromkeys(
+        ("compressive_cache", "tie_embeddings", "checkpoint_activations"), st.booleans()
+    ),
     "absolute_positions": st.booleans(),
 }
 
@@ -100,7 +103,9 @@ def test_the_largest_model_has_sizes():
     most, long = 2**24, 2**40
     for head_type in HEAD_TYPES:
         for d_k in (1, most):
-            model = ModelConfig(most, most, 4096, head_type, d_k=d_k, n_code=most, block_len=most)
+            n_kv_head = 1 if head_type == "gqa" else None
+            heads = {"d_k": d_k, "n_kv_head": n_kv_head}
+            model = ModelConfig(most, most, 4096, head_type, **heads, n_code=most, block_len=most)
             train = TrainConfig(long, most, long, long)
             config = RunConfig(model, train=train)
             assert isinstance(sizes(config), Sizes)
@@ -112,7 +117,7 @@ def test_memory_hint_names_only_options_that_help(monkeypatch):
     plain = {"device": "cpu", "batch_size": 8, "backprop_len": 24}
     hint = memory_hint(run_of(plain))
     every = (
-        *("--train.batch-size", "--train.accumulate", "--train.recompute"),
+        *("--train.batch-size", "--train.accumulate", "--train.checkpoint_activations"),
         *("--train.precision bf16", "--train.backprop-len", "--model.d-model"),
     )
     for name in every:
@@ -123,7 +128,7 @@ def test_memory_hint_names_only_options_that_help(monkeypatch):
         ({"batch_size": 1}, "--train.accumulate"),
         ({"accumulate": 8}, "--train.accumulate"),
         ({"accumulate": 0}, "--train.accumulate"),
-        ({"recompute": True}, "--train.recompute"),
+        ({"checkpoint_activations": True}, "--train.checkpoint_activations"),
         ({"precision": "bf16"}, "--train.precision"),
         ({"backprop_len": 3}, "--train.backprop-len"),
     ):

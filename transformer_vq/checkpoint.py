@@ -43,10 +43,11 @@ MODEL, TENSORS, FACTS = "model.safetensors", "training.safetensors", "training.j
 FORMAT = 2  # of run folders; raised whenever older ones can no longer be read
 
 
-# What may change between two sittings of a run without making it another one. device, recompute
-# and compile may change the last bits of an update; the others touch none.
+# What may change when a run is resumed without making it another one. The device and the settings
+# of execution may change the last bits of a step; the others change nothing.
 FREE_FIELDS = {
-    *("data.path", "data.cache", "train.device", "train.recompute", "train.compile"),
+    *("data.path", "data.cache", "train.device", "train.compile"),
+    *("train.reduction", "train.checkpoint_activations"),
     *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
     *("train.keep", "train.tensorboard", "train.wandb"),
     *("parallel.dp", "parallel.fsdp", "parallel.cp", "parallel.tp"),

@@ -84,7 +84,7 @@ def train(arguments: list[str]) -> int:
 def resume(arguments: list[str]) -> int:
     name, rest = first_word(arguments, "resume", "RUN", "RUN is the folder of a run")
     command = parse(Resume, rest, f"resume {name}", Resume(read_config(Path(name))))
-    with _memory_advice("use --train.recompute"):
+    with _memory_advice("use --train.checkpoint-activations"):
         return _report(resume_run(Path(name), command.run), command.json)
 
 

@@ -71,6 +71,8 @@ class Shape:
     """Transformer layers; by default 1 on a CPU, elsewhere the paper's 24."""
     d_k: int = 128
     """Width of queries and keys, per head."""
+    n_kv_head: int | None = None
+    """Key/value heads of gqa."""
     n_code: int = 512
     """Codewords per codebook."""
     block_len: int = 512
@@ -110,8 +112,8 @@ class Train:
     others: VQ attention with that reduction. All by default."""
     lengths: tuple[int, ...] | None = None
     """Tokens per sequence; by default 2048 8192 32768 131072."""
-    recompute: train.Recompute = "auto"
-    """Compute activations again in backward; auto: where memory does not suffice without."""
+    checkpoint_activations: train.Checkpointing = "auto"
+    """Activation checkpointing; auto: where a cell would otherwise be out of memory."""
     compile: bool = False
     """Use torch.compile."""
     repeats: int | None = None
@@ -237,7 +239,9 @@ def train_(arguments: list[str]) -> None:
     )
     repeats = repeats if command.repeats is None else command.repeats
     try:
-        result = train.run(cells, repeats, command.memory_gb, command.time_limit, command.recompute)
+        result = train.run(
+            cells, repeats, command.memory_gb, command.time_limit, command.checkpoint_activations
+        )
     except train.Interrupted as stop:
         if stop.result["rows"]:
             _report(stop.result, train.table(stop.result), command.out, command.json)

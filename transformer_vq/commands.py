@@ -30,7 +30,7 @@ class Resume:
     """Go on with a run from its newest checkpoint, bit for bit as if it had not been interrupted.
 
     Options may change what does not make it another run, such as train.save-every; train.device,
-    train.recompute and train.compile may then change the last bits.
+    train.checkpoint-activations and train.compile may then change the last bits.
     """
 
     run: Flat

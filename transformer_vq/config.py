@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from transformer_vq.checks import Range, check_fields, from_plain, shown
 from transformer_vq.errors import UserError
 
-HeadType = Literal["shga", "mqa", "mha"]
+HeadType = Literal["shga", "mqa", "mha", "gqa"]
 AttentionType = Literal["vq", "full"]
 Reduction = Literal["auto", "serial", "matmul", "associative", "input_scan"]
 CodebookInit = Literal["random", "keys"]
@@ -28,6 +28,121 @@ Positive = Annotated[float, Range(1e-30, 1e30)]
 NotNegative = Annotated[float, Range(0, 1e30)]
 Fraction = Annotated[float, Range(0, 1)]
 BelowOne = Annotated[float, Range(0, 1, below=True)]
+Wavelength = Annotated[float, Range(1, 1e30, above=True)]
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """One attention layer: its heads, widths and codebook. Nothing else knows head geometry.
+
+    `head_type` fills in what is left open: one wide gated head (shga), one key/value head for all
+    query heads (mqa), one per query head (mha), or `n_kv_head` of them (gqa).
+    """
+
+    d_model: Width
+    """Width of the residual stream."""
+    head_type: HeadType = "shga"
+    """Single-head gated attention, multi-query, multi-head or grouped-query attention."""
+    attention: AttentionType = "vq"
+    """Vector-quantized keys in linear time, or full attention in quadratic time."""
+    n_head: Width | None = None
+    """Query heads; d_model / d_k by default, 1 for shga."""
+    n_kv_head: Width | None = None
+    """Key/value heads; each serves the same number of query heads."""
+    d_k: Width = 128
+    """Width of queries and keys, per head."""
+    d_v: Annotated[int, Range(1, 2**25)] | None = None
+    """Width of values, per key/value head; d_k by default, 2 d_model for shga."""
+    norm_input: bool = True
+    """Apply RMSNorm to the input of the layer."""
+    n_code: Width = 512
+    """Codewords per codebook."""
+    block_len: Width = 512
+    """Tokens per block, and how far the relative positional bias reaches."""
+    compressive_cache: bool = True
+    """Attend to everything older than the window; False leaves the last block_len tokens only."""
+    grad_through_cache: bool = True
+    """Let gradients reach values that have been evicted into the cache."""
+    p_dropsin: BelowOne = 0.0
+    """Dropout on the sinusoids of the relative positions; one mask per sequence."""
+    pe_wavelength: Wavelength = 1e5
+    """Longest wavelength of the sinusoids."""
+    ema_decay: BelowOne = 0.99
+    """Decay of the codebooks' running sums and counts."""
+    codebook_init: CodebookInit = "keys"
+    """Start codebooks from the keys of the first step, or at random as the paper does."""
+    revive_below: NotNegative = 0.1
+    """Replace codes whose running count falls below this by recent keys; 0 never does."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "model")
+        if self.d_model % 2:
+            raise UserError(f"model.d_model={self.d_model}: must be even")
+        is_gated = self.head_type == "shga"
+        if self.n_head is None and not is_gated and self.d_model % self.d_k:
+            raise UserError(
+                f"model.d_model={self.d_model} is not a multiple of model.d_k={self.d_k}, as "
+                f"model.head_type={self.head_type} needs; change one of them or use shga"
+            )
+        n_head = self.n_head or (1 if is_gated else self.d_model // self.d_k)
+        n_kv_head = self.n_kv_head or {"gqa": 0, "mha": n_head}.get(self.head_type, 1)
+        if n_kv_head == 0:
+            raise UserError("model.head_type=gqa needs model.n_kv_head, the number of key heads")
+        possible = {"shga": n_kv_head == n_head == 1, "mqa": n_kv_head == 1}
+        possible |= {"mha": n_kv_head == n_head, "gqa": n_head % n_kv_head == 0}
+        if not possible[self.head_type]:
+            raise UserError(
+                f"model.n_kv_head={n_kv_head} does not go with the {n_head} query heads of "
+                f"model.head_type={self.head_type}; leave it out, or use gqa and a divisor of "
+                f"{n_head}"
+            )
+        object.__setattr__(self, "n_head", n_head)
+        object.__setattr__(self, "n_kv_head", n_kv_head)
+        object.__setattr__(self, "d_v", self.d_v or (2 * self.d_model if is_gated else self.d_k))
+
+    @property
+    def heads(self) -> Heads:
+        """The geometry, with nothing left open."""
+        assert self.n_head is not None
+        assert self.n_kv_head is not None
+        assert self.d_v is not None
+        return Heads(self.n_head, self.n_kv_head, self.d_k, self.d_v, self.head_type == "shga")
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Head geometry: `n_kv_head` key/value heads, each serving `n_group` query heads."""
+
+    n_head: int
+    n_kv_head: int
+    d_k: int
+    d_v: int
+    is_gated: bool
+
+    @property
+    def n_group(self) -> int:
+        return self.n_head // self.n_kv_head
+
+    @property
+    def divided(self) -> Literal["heads", "query heads", "value columns"]:
+        """What tensor parallelism divides: the first of the three that can be divided."""
+        if self.n_kv_head > 1:
+            return "heads"
+        return "query heads" if self.n_head > 1 else "value columns"
+
+    def divide(self, n: int) -> Heads:
+        """The part of one of n ranks; raises UserError if it cannot be divided."""
+        what = self.divided
+        width = {"heads": self.n_kv_head, "query heads": self.n_head, "value columns": self.d_v}
+        if width[what] % n:
+            raise UserError(
+                f"parallel.tp={n}: the {width[what]} {what} of this model cannot be divided by it; "
+                "choose another"
+            )
+        if what == "value columns":
+            return replace(self, d_v=self.d_v // n)
+        n_kv_head = self.n_kv_head // n if what == "heads" else 1
+        return replace(self, n_head=self.n_head // n, n_kv_head=n_kv_head)
 
 
 @dataclass(frozen=True)
@@ -41,13 +156,13 @@ class ModelConfig:
     n_layer: Depth
     """Transformer layers; each is two gated attention units (shga) or attention + feed-forward."""
     head_type: HeadType = "shga"
-    """Single-head gated attention, multi-query or multi-head attention."""
+    """Single-head gated attention, multi-query, multi-head or grouped-query attention."""
     attention: AttentionType = "vq"
     """Vector-quantized keys in linear time, or full attention in quadratic time."""
-    reduction: Reduction = "auto"
-    """How cache statistics are summed across blocks; the result is the same."""
     d_k: Width = 128
     """Width of queries and keys, per head."""
+    n_kv_head: Width | None = None
+    """Key/value heads of gqa; a divisor of d_model / d_k."""
     n_code: Width = 512
     """Codewords per codebook."""
     block_len: Width = 512
@@ -55,7 +170,7 @@ class ModelConfig:
     compressive_cache: bool = True
     """Attend to everything older than the window; False leaves the last block_len tokens only."""
     grad_through_cache: bool = True
-    """Let gradients reach values that have moved into the cache."""
+    """Let gradients reach values that have been evicted into the cache."""
     p_dropsin: BelowOne = 0.0
     """Dropout on the sinusoids of the relative positions; one mask per sequence."""
     p_dropres: BelowOne = 0.0
@@ -70,28 +185,52 @@ class ModelConfig:
     """Constant by which the features are multiplied before the output projection."""
     absolute_positions: bool = False
     """Add absolute sinusoids, times a trainable scalar, to the token embeddings."""
-    pe_wavelength: Annotated[float, Range(1, 1e30, above=True)] = 1e5
+    pe_wavelength: Wavelength = 1e5
     """Longest wavelength of the sinusoids."""
     commit_coef: NotNegative = 1e-4
     """Weight of the commitment loss in the training loss."""
     ema_decay: BelowOne = 0.99
     """Decay of the codebooks' running sums and counts."""
-    codebook_init: CodebookInit = "random"
-    """Start codebooks at random as the paper does, or from the keys of the first update."""
-    revive_below: NotNegative = 0.0
+    codebook_init: CodebookInit = "keys"
+    """Start codebooks from the keys of the first step, or at random as the paper does."""
+    revive_below: NotNegative = 0.1
     """Replace codes whose running count falls below this by recent keys; 0 never does."""
 
     def __post_init__(self) -> None:
         check_fields(self, "model")
-        if self.d_model % 2:
-            raise UserError(f"model.d_model={self.d_model}: must be even")
-        if self.head_type != "shga" and self.d_model % self.d_k:
-            raise UserError(
-                f"model.d_model={self.d_model} is not a multiple of model.d_k={self.d_k}, as "
-                f"model.head_type={self.head_type} needs; change one of them or use shga"
-            )
         if abs(self.logit_scale) < 1e-30:
             raise UserError(f"model.logit_scale={self.logit_scale}: must not be 0")
+        if self.n_kv_head is not None and self.head_type != "gqa":
+            raise UserError(
+                f"model.n_kv_head={self.n_kv_head} is for model.head_type=gqa; leave it out"
+            )
+        _ = self.layer  # checks the rest
+
+    @property
+    def layer(self) -> AttentionConfig:
+        """The attention of every layer."""
+        shared = {f.name for f in fields(AttentionConfig)} & {f.name for f in fields(self)}
+        return AttentionConfig(**{name: getattr(self, name) for name in shared})
+
+    @property
+    def n_attention(self) -> int:
+        """Attention layers per transformer layer: two for SHGA, which has no feed-forward layer."""
+        return 2 if self.head_type == "shga" else 1
+
+    @property
+    def d_ff(self) -> int:
+        """Width of the feed-forward layer, 0 if there is none.
+
+        4 d_model for MHA and 5 d_model for MQA as in the paper; in between for GQA, so that models
+        of one width have about the same size.
+        """
+        heads = self.layer.heads
+        if heads.is_gated:
+            return 0
+        if self.head_type != "gqa":
+            return (4 if self.head_type == "mha" else 5) * self.d_model
+        saved = (heads.n_head - heads.n_kv_head) / max(heads.n_head - 1, 1)
+        return 4 * self.d_model + self.d_k * round(saved * heads.n_head)
 
     @classmethod
     def from_dict(cls, values: object) -> ModelConfig:
@@ -177,8 +316,10 @@ class TrainConfig:
     """Parts into which the batch of an update is divided to save memory; 0 takes as few as fit."""
     precision: Precision = "fp32"
     """fp32, or bf16 for matrix products; weights, codebooks, normalisers and loss stay fp32."""
-    recompute: bool = False
-    """Compute activations again in the backward pass: less memory, more time."""
+    reduction: Reduction = "auto"
+    """How cache statistics are reduced across blocks; the result is the same up to rounding."""
+    checkpoint_activations: bool = False
+    """Activation checkpointing: recompute activations in backward; less memory, more time."""
     compile: bool = False
     """Use torch.compile: slow to start, faster afterwards."""
     device: str = "auto"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from transformer_vq.config import ModelConfig
+from transformer_vq.config import ModelConfig, Reduction
 from transformer_vq.nn.model import TransformerVQ
 
 _ATTENTION = {
@@ -74,7 +74,9 @@ def official_names(config: ModelConfig) -> dict[str, OfficialName]:
     return names
 
 
-def load_official(params: Mapping[str, Any], config: ModelConfig) -> TransformerVQ:
+def load_official(
+    params: Mapping[str, Any], config: ModelConfig, reduction: Reduction = "auto"
+) -> TransformerVQ:
     """A model with the weights and codebooks of the official code's "optimized" branch.
 
     params: flattened names, such as "stack/VQAttention_0/res_proj/kernel", to arrays.
@@ -89,7 +91,7 @@ def load_official(params: Mapping[str, Any], config: ModelConfig) -> Transformer
             "the parameters do not fit the config: "
             f"missing {sorted(missing) or 'none'}, not expected {sorted(unknown) or 'none'}"
         )
-    model = TransformerVQ(config)
+    model = TransformerVQ(config, reduction=reduction)
     tensors = model.state_dict()
     for ours, official in names.items():
         stack = np.asarray(params[official.name])

@@ -8,11 +8,12 @@ from transformer_vq.config import DataConfig, ModelConfig, OptimConfig, RunConfi
 
 # Small models have an output head of their own; large ones share the embeddings, normalise the
 # features and scale them down.
-_SMALL = ModelConfig(vocab_size=256, d_model=768, n_layer=24)
-_LARGE = ModelConfig(
-    vocab_size=256,
+_SMALL = ModelConfig(
+    vocab_size=256, d_model=768, n_layer=24, codebook_init="random", revive_below=0.0
+)
+_LARGE = replace(
+    _SMALL,
     d_model=2048,
-    n_layer=24,
     tie_embeddings=True,
     final_norm=True,
     logit_scale=0.005,
@@ -36,8 +37,6 @@ _CPU_MODEL = ModelConfig(
     d_k=64,
     n_code=256,
     block_len=128,
-    codebook_init="keys",
-    revive_below=0.1,
 )
 _CPU_OPTIM = OptimConfig(lr=3e-3, warmup=100, grad_clip=1.0, lr_final_share=0.05)
 _CPU_TRAIN = TrainConfig(batch_size=8, seq_len=2048, backprop_len=512, steps=1500)

@@ -48,7 +48,7 @@ def sizes(config: RunConfig) -> Sizes:
     """
     check_layout(config, config.parallel)
     with torch.device("meta"):
-        model = TransformerVQ(replace(config.model, n_layer=1))
+        model = TransformerVQ(replace(config.model, n_layer=1), reduction=config.train.reduction)
     layout = config.parallel
     n_shards = layout.fsdp * layout.cp if layout.fsdp > 1 else 1
     divided = divided_axes(model) if layout.tp > 1 else {}
@@ -102,8 +102,8 @@ def memory_hint(config: RunConfig) -> str:
         advice.append("reduce --train.batch-size")
         if 0 < train.accumulate < n_rows:
             advice[0] += " or raise --train.accumulate"
-    if not train.recompute:
-        advice.append("use --train.recompute")
+    if not train.checkpoint_activations:
+        advice.append("use --train.checkpoint_activations")
     if train.precision == "fp32" and _has_fast_bf16(train.device):
         advice.append("use --train.precision bf16")
     smaller = ["--train.seq-len"] if model.attention == "full" else []
@@ -126,8 +126,9 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     Full attention meets half of `seq_len` keys on average; linear attention S codes and 2 L keys.
     """
     d_model, d_k = config.d_model, config.d_k
-    heads, kv_heads, d_v, d_ff = _widths(config)
-    if config.head_type == "shga":
+    geometry, d_ff = config.layer.heads, config.d_ff
+    heads, kv_heads, d_v = geometry.n_head, geometry.n_kv_head, geometry.d_v
+    if geometry.is_gated:
         projections = 2 * d_model * (2 * d_k + 3 * d_v)
     else:
         projections = 2 * d_model * (2 * heads * d_k + kv_heads * (d_k + d_v))
@@ -140,23 +141,8 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
         nearest = 2 * config.n_code * d_k * kv_heads
     attention = heads * (2 * keys * d_k + 2 * biased * d_k + 2 * keys * d_v)
     feed_forward = 4 * d_model * d_ff
-    per_layer = (projections + nearest + attention) * _attentions(config) + feed_forward
+    per_layer = (projections + nearest + attention) * config.n_attention + feed_forward
     return config.n_layer * per_layer + 2 * d_model * config.vocab_size
-
-
-def _widths(config: ModelConfig, tp: int = 1) -> tuple[int, int, int, int]:
-    """Query heads, key heads, width of a value head, width of the feed-forward layer."""
-    if config.head_type == "shga":
-        return 1, 1, 2 * config.d_model // tp, 0
-    heads = config.d_model // config.d_k // tp
-    if config.head_type == "mha":
-        return heads, heads, config.d_k, 4 * config.d_model // tp
-    return heads, 1, config.d_k, 5 * config.d_model // tp
-
-
-def _attentions(config: ModelConfig) -> int:
-    """Attention branches per transformer layer."""
-    return 2 if config.head_type == "shga" else 1
 
 
 def _state_bytes(config: ModelConfig, seq_len: int, wide: int = FLOAT, tp: int = 1) -> int:
@@ -164,7 +150,8 @@ def _state_bytes(config: ModelConfig, seq_len: int, wide: int = FLOAT, tp: int =
 
     wide: bytes of a number in keys and values; the cache has float32 means and int64 counts.
     """
-    _, kv_heads, d_v, _ = _widths(config, tp)
+    geometry = config.layer.heads.divide(tp)
+    kv_heads, d_v = geometry.n_kv_head, geometry.d_v
     if config.attention == "full":
         per_head = wide * seq_len * (config.d_k + d_v)
     else:
@@ -172,7 +159,7 @@ def _state_bytes(config: ModelConfig, seq_len: int, wide: int = FLOAT, tp: int =
         if config.compressive_cache:
             per_head += config.n_code * (FLOAT * d_v + 8)
     position = 8
-    return config.n_layer * _attentions(config) * (kv_heads * per_head + position)
+    return config.n_layer * config.n_attention * (kv_heads * per_head + position)
 
 
 def _activation_bytes(config: RunConfig, n_segments: int) -> int:
@@ -186,7 +173,8 @@ def _activation_bytes(config: RunConfig, n_segments: int) -> int:
     """
     model, train, layout = config.model, config.train, config.parallel
     n_rows = _micro_batch(config)
-    heads, kv_heads, d_v, d_ff = _widths(model, layout.tp)
+    geometry, d_ff = model.layer.heads.divide(layout.tp), model.d_ff // layout.tp
+    heads, kv_heads, d_v = geometry.n_head, geometry.n_kv_head, geometry.d_v
     wide = 2 if train.precision == "bf16" else FLOAT
     state_before = _state_bytes(model, train.seq_len - train.backprop_len, wide, layout.tp)
     state_after = _state_bytes(model, train.seq_len, wide, layout.tp)
@@ -195,7 +183,7 @@ def _activation_bytes(config: RunConfig, n_segments: int) -> int:
     # the output, with a gate also before it and the gate itself, and of keys and values as
     # projected, for VQ also quantized and as the previous block.
     kept = heads * (4 * model.d_k + d_v)
-    if model.head_type == "shga":
+    if geometry.is_gated:
         kept += 3 * d_v
     if model.attention == "full":
         scores = heads * train.seq_len
@@ -215,13 +203,13 @@ def _activation_bytes(config: RunConfig, n_segments: int) -> int:
 
     tokens = n_rows * train.backprop_len // layout.cp
     logits = 3 * FLOAT * model.vocab_size
-    if train.recompute:
+    if train.checkpoint_activations:
         inputs = 2 * model.n_layer * FLOAT * model.d_model
         again = max(attention + gradients, n_segments * feed_forward) // n_segments
         per_token = inputs + again + logits
         state_after *= n_segments
     else:
-        per_layer = attention * _attentions(model) + feed_forward
+        per_layer = attention * model.n_attention + feed_forward
         per_token = model.n_layer * per_layer + gradients + logits
     carried = train.batch_size // layout.n_rows * state_before
     return tokens * per_token + carried + n_rows * state_after

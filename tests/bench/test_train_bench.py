@@ -115,7 +115,7 @@ def pretended(seconds, tried, matmul_rates=RATES):
         if isinstance(found, list):
             found = found[tried.count(tried[-1]) - 1]
         if isinstance(found, dict):
-            found = found[cell.recompute]
+            found = found[cell.checkpoint_activations]
         if found is None:
             return {"failed": "out of memory"}
         if isinstance(found, str):
@@ -177,7 +177,7 @@ def test_what_cannot_be_done_is_told_and_not_tried_again(monkeypatch):
     # With recomputation a longer one may fit.
     tried.clear()
     monkeypatch.setattr(train, "alone", pretended(seconds | {("full", 256): 1.0}, tried))
-    longer = [replace(cell, recompute=cell.seq_len == 256) for cell in cells]
+    longer = [replace(cell, checkpoint_activations=cell.seq_len == 256) for cell in cells]
     train.run(longer, repeats=1, time_limit=1e9)
     assert ("full", 256) in tried
 
@@ -192,8 +192,8 @@ def test_activations_are_recomputed_where_memory_does_not_suffice(monkeypatch):
     tried = []
     monkeypatch.setattr(train, "alone", pretended(seconds, tried))
     cells = train.grid(["shga"], ["full"], [16, 64, 256, 1024], **SHAPE)
-    result = train.run(cells, repeats=2, recompute="auto")
-    assert [row["recompute"] for row in result["rows"]] == [False, True, True, True]
+    result = train.run(cells, repeats=2, checkpointing="auto")
+    assert [row["checkpoint_activations"] for row in result["rows"]] == [False, True, True, True]
     assert tried == [("full", n) for n in (16, 64, 64, 256, 1024, 16, 64, 256)]
     table = train.table(result)
     assert "; *: activations computed again in backward" in table
@@ -201,9 +201,9 @@ def test_activations_are_recomputed_where_memory_does_not_suffice(monkeypatch):
         assert line in table
     # Or everywhere, or nowhere.
     monkeypatch.setattr(train, "alone", pretended({("full", 16): {True: 1.0}}, []))
-    assert train.run(cells[:1], recompute="on")["rows"][0]["recompute"]
+    assert train.run(cells[:1], checkpointing="on")["rows"][0]["checkpoint_activations"]
     monkeypatch.setattr(train, "alone", pretended({("full", 64): {False: None}}, []))
-    off = train.run(cells[1:2], recompute="off")
+    off = train.run(cells[1:2], checkpointing="off")
     assert off["rows"][0]["failed"] == "out of memory"
     assert "*" not in train.table(off)
 

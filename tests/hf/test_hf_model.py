@@ -25,7 +25,6 @@ TOKENS = torch.randint(256, (2, 30), generator=torch.Generator().manual_seed(0))
 OTHER = {
     "head_type": "mqa",
     "attention": "full",
-    "reduction": "serial",
     "compressive_cache": False,
     "grad_through_cache": False,
     "p_dropsin": 0.1,

@@ -84,7 +84,7 @@ def test_weights_and_codebooks_go_as_in_a_loop_by_hand(tmp_path, checkpointing):
 
     assert trainer.state.global_step == 4
     assert model.is_gradient_checkpointing is checkpointing
-    assert model.model.branches[0].recompute is checkpointing
+    assert model.model.branches[0].checkpoint_activations is checkpointing
     assert model.code_usage is None
     for name, want in core.state_dict().items():
         assert_close(name, model.model.state_dict()[name].float(), want.float(), tolerance=1e-5)

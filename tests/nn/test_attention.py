@@ -10,8 +10,8 @@ from helpers import assert_close, assert_same_gradients, block_starts
 from transformer_vq import FullAttention, VQAttention
 from transformer_vq.ops.position import sinusoids
 
-D_MODEL, D_K, N_CODE, L = 12, 4, 7, 4
-HEAD_TYPES = ["shga", "mqa", "mha"]
+D_MODEL, D_K, N_CODE, L = 16, 4, 7, 4
+HEAD_TYPES = ["shga", "mqa", "mha", "gqa"]
 REDUCTIONS = ["auto", "serial", "matmul", "associative", "input_scan"]
 
 
@@ -19,6 +19,8 @@ def make(kind: str, head_type: str, **options) -> VQAttention | FullAttention:
     if kind == "vq":
         options = {"n_code": N_CODE, "block_len": L} | options
     layer = {"vq": VQAttention, "full": FullAttention}[kind]
+    if head_type == "gqa":
+        options["n_kv_head"] = 2
     layer = layer(D_MODEL, head_type=head_type, d_k=D_K, **options).double()
     with torch.no_grad():  # u and v start at zero, where a mistake in them would not show
         layer.u.normal_()
@@ -40,9 +42,10 @@ def definition(layer, x: torch.Tensor, head_type: str, starts: torch.Tensor) -> 
     distance = torch.arange(seq_len)[:, None] - torch.arange(seq_len)[None, :]
     table = sinusoids(torch.arange(seq_len), D_MODEL, 1e5, torch.float64)
     n_query_head = 1 if head_type == "shga" else D_MODEL // D_K
+    n_per_key_head = {"mha": 1, "gqa": n_query_head // 2}.get(head_type, n_query_head)
     outputs = []
     for n in range(n_query_head):
-        kv = n if head_type == "mha" else 0
+        kv = n // n_per_key_head
         at, kv_at = slice(n * D_K, (n + 1) * D_K), slice(kv * D_K, (kv + 1) * D_K)
         values = v if head_type == "shga" else v[..., kv_at]
         q_n, k_n = norm(q[..., at]) * tau**-0.5, norm(k[..., kv_at]) * tau**-0.5
@@ -100,10 +103,12 @@ def test_full_attention_is_definition_3_1_without_quantization(head_type, cuts):
 def test_auto_works_in_segments_and_gives_the_same_result(monkeypatch):
     """Small segments, so that a short sequence has several."""
     layer = make("vq", "mha", reduction="auto")
-    monkeypatch.setattr("transformer_vq.nn.attention.AUTO_SCORES", 2 * 3 * (N_CODE + 2 * L) * 2 * L)
+    monkeypatch.setattr("transformer_vq.nn.attention.AUTO_SCORES", 2 * 4 * (N_CODE + 2 * L) * 2 * L)
     assert layer._segment_len(2, 100) == 2 * L
     assert_layer_is_the_definition(layer, "mha", 27)
-    assert_layer_is_the_definition(make("vq", "mha", reduction="auto", recompute=True), "mha", 27)
+    assert_layer_is_the_definition(
+        make("vq", "mha", reduction="auto", checkpoint_activations=True), "mha", 27
+    )
 
 
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
@@ -170,7 +175,7 @@ def test_the_sinusoid_mask_is_inverted_dropout_on_the_table():
 
 @pytest.mark.parametrize(
     ("shape", "message"),
-    [((2, 5), "want"), ((2, 0, D_MODEL), "tokens >= 1"), ((2, 5, D_MODEL + 1), "12")],
+    [((2, 5), "want"), ((2, 0, D_MODEL), "tokens >= 1"), ((2, 5, D_MODEL + 1), str(D_MODEL))],
 )
 def test_input_of_another_shape_is_refused(shape, message):
     with pytest.raises(ValueError, match=message):
@@ -200,10 +205,29 @@ def test_a_state_with_other_codes_or_blocks_is_refused():
 
 def test_impossible_layers_are_refused():
     with pytest.raises(ValueError, match="choose"):
-        VQAttention(12, head_type="gqa")
+        VQAttention(12, head_type="both")
+    with pytest.raises(ValueError, match="n_kv_head"):
+        VQAttention(12, head_type="gqa", d_k=4)
     with pytest.raises(ValueError, match="reduction"):
         VQAttention(12, reduction="sum")
     with pytest.raises(ValueError, match="block_len"):
         VQAttention(12, block_len=0)
     with pytest.raises(ValueError, match="multiple"):
         FullAttention(12, head_type="mha", d_k=5)
+
+
+def test_heads_and_widths_can_be_chosen_freely():
+    """Eight heads whose widths do not add up to d_model, values wider than keys, no input norm."""
+    options = {"head_type": "gqa", "n_head": 8, "n_kv_head": 4, "d_k": 3, "d_v": 5, "n_code": 6}
+    layer = VQAttention(16, block_len=4, norm_input=False, **options).double().eval()
+    x = torch.randn(2, 23, 16, dtype=torch.float64)
+    whole = layer(x)
+    first = layer(x[:, :9])
+    second = layer(x[:, 9:], first.state)
+    assert_close("output", torch.cat([first.y, second.y], dim=1), whole.y)
+    assert whole.state.k.shape == (2, 4, 4, 3)
+    assert whole.state.cache.mean.shape == (2, 4, 6, 5)
+    scaled = layer(3 * x).y
+    assert not torch.allclose(scaled, whole.y)  # with the norm only eps would tell them apart
+    normed = VQAttention(16, block_len=4, **options).double().eval()
+    assert_close("normed", normed(3 * x).y, normed(x).y, tolerance=1e-5)

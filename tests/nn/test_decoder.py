@@ -7,7 +7,7 @@ from helpers import assert_close, tiny_config
 from transformer_vq import TransformerVQ
 from transformer_vq.nn.decoder import Decoder
 
-HEADS = ["shga", "mqa", "mha"]
+HEADS = ["shga", "mqa", "mha", "gqa"]
 
 
 def make(dtype=torch.float64, seed=3, **overrides):

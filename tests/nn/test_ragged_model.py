@@ -4,18 +4,18 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import assert_close, tiny_config
+from helpers import assert_close, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_vq import TransformerVQ, VQAttention
 
-HEAD_TYPES = ["shga", "mqa", "mha"]
+HEAD_TYPES = ["shga", "mqa", "mha", "gqa"]
 
 
 def make(**overrides) -> TransformerVQ:
     torch.manual_seed(0)
-    model = TransformerVQ(tiny_config(absolute_positions=True, **overrides)).double()
+    model = tiny_model(absolute_positions=True, **overrides).double()
     torch.nn.init.ones_(model.positions.scale)
     return model
 
@@ -147,10 +147,9 @@ def test_recomputation_changes_nothing_for_ragged_batches(reduction):
     x, valid = tokens(2, 22), torch.rand(2, 22) < 0.8
     ids = torch.arange(22).expand(2, -1) // 6
     grads = []
-    for recompute in (False, True):
+    for checkpoint_activations in (False, True):
         torch.manual_seed(0)
-        config = tiny_config(reduction=reduction)
-        model = TransformerVQ(config, recompute=recompute).double()
+        model = tiny_model(reduction, checkpoint_activations).double()
         output = model(x, valid=valid, document_ids=ids)
         (output.logits[valid].square().mean() + output.commit_loss).backward()
         grads.append([p.grad for p in model.parameters()])

@@ -126,7 +126,7 @@ def check_data_parallel_over_four(folder):
 def check_context_parallel(folder):
     layout = ParallelConfig(cp=2)
     same_as_one_process(run_config(), layout)
-    same_as_one_process(run_config(recompute=True), layout, documents=True)
+    same_as_one_process(run_config(checkpoint_activations=True), layout, documents=True)
     same_as_one_process(run_config(accumulate=2), layout, documents=True, padding=True)
     same_as_one_process(run_config({"head_type": "mqa"}), layout)
     same_as_one_process(run_config({"absolute_positions": True}), layout, padding=True)
@@ -150,7 +150,9 @@ def check_data_and_context_parallel(folder):
 @for_worlds(2)
 def check_sharded(folder):
     layout = ParallelConfig(fsdp=2)
-    same_as_one_process(run_config(accumulate=2, recompute=True), layout, documents=True)
+    same_as_one_process(
+        run_config(accumulate=2, checkpoint_activations=True), layout, documents=True
+    )
     same_as_one_process(run_config({"head_type": "mqa", "absolute_positions": True}), layout)
     wide = {"d_model": 128, "n_layer": 1, "tie_embeddings": True, "vocab_size": 130}
     same_as_one_process(run_config(wide, {"optimizer": "adafactor", "grad_clip": None}), layout)
@@ -165,7 +167,7 @@ def check_sharded_with_copies_and_contexts(folder):
 
 @for_worlds(2)
 def check_tensor_parallel(folder):
-    for head_type in ("shga", "mqa", "mha"):
+    for head_type in ("shga", "mqa", "mha", "gqa"):
         same_as_one_process(run_config({"head_type": head_type}), ParallelConfig(tp=2))
     wide = {"d_model": 128, "n_layer": 1, "d_k": 64}
     adafactor = {"optimizer": "adafactor", "grad_clip": None}

@@ -217,7 +217,10 @@ def test_what_no_update_depends_on_may_change(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt_after(patch, 4)
         train(config, tmp_path / "run")
-    resume(tmp_path / "run", replace(config, train=replace(config.train, keep=1, recompute=True)))
+    resume(
+        tmp_path / "run",
+        replace(config, train=replace(config.train, keep=1, checkpoint_activations=True)),
+    )
     assert checkpoint_steps(tmp_path / "run") == [10]
     assert read_config(tmp_path / "run").train.keep == 1
 

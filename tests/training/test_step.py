@@ -124,7 +124,7 @@ def test_masks_of_a_sequence_last_for_all_its_windows(tmp_path):
 
 def test_recomputation_changes_nothing(tmp_path):
     plain, batches = make(tmp_path, torch.float32)
-    again, _ = make(tmp_path, torch.float32, train={"recompute": True})
+    again, _ = make(tmp_path, torch.float32, train={"checkpoint_activations": True})
     torch.manual_seed(5)
     a = run(plain, batches, 4)
     torch.manual_seed(5)

@@ -13,7 +13,7 @@ def cells(seq_len: int = 32_768, document_len: int = 1000, **shape: Any) -> list
     if document_len < 1:
         raise UserError(f"--document-len {document_len}: must be at least 1")
     return [
-        Cell("shga", "vq", "auto", seq_len, document_len=n, recompute=True, **shape)
+        Cell("shga", "vq", "auto", seq_len, document_len=n, checkpoint_activations=True, **shape)
         for n in (None, seq_len, document_len)
     ]
 

@@ -200,13 +200,13 @@ def plot_train(result: dict[str, Any], path: Path) -> None:
             "linestyle": line,
             "label": f"{head_type} {name}",
         }
-        again = [row for row in rows if row["recompute"]]
+        again = [row for row in rows if row["checkpoint_activations"]]
         star = {"color": style["color"], "marker": "*", "ms": 12, "linestyle": ""}
         for shown, look in ((rows, style), (again, star)):
             lengths = [row["seq_len"] for row in shown]
             left.plot(lengths, [1e6 / row["us_per_token"] for row in shown], **look)
             right.plot(lengths, [row["peak_gb"] for row in shown], **look)
-    some_again = any(row["recompute"] for rows in lines.values() for row in rows)
+    some_again = any(row["checkpoint_activations"] for rows in lines.values() for row in rows)
     left.set_ylabel("tokens per second")
     left.set_title("training" + " (star: activations computed again)" * some_again)
     right.set_ylabel("GB")

@@ -25,13 +25,13 @@ class SdpaAttention(nn.Module):
     def __init__(self, d_model: int, d_k: int) -> None:
         super().__init__()
         self.d_k = d_k
-        self.recompute = False
+        self.checkpoint_activations = False
         self.qkv_proj = linear(d_model, 3 * d_model)
         self.o_proj = linear(d_model, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [b, t, d_model] -> the residual branch, same shape."""
-        return run(self._forward, x, recompute=self.recompute)
+        return run(self._forward, x, checkpoint_activations=self.checkpoint_activations)
 
     def _forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv_proj(rms_norm(x)).unflatten(-1, (3, -1, self.d_k))

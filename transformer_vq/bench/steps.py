@@ -48,12 +48,13 @@ class Cell:
     d_model: int = 768
     n_layer: int = 1
     d_k: int = 128
+    n_kv_head: int | None = None
     n_code: int = 512
     block_len: int = 512
     vocab_size: int = 256
     batch_size: int = 1
     precision: Precision = "fp32"
-    recompute: bool = False
+    checkpoint_activations: bool = False
     compile: bool = False
     device: str = "auto"
     steps: int = 1
@@ -78,17 +79,20 @@ class Cell:
             n_layer=self.n_layer,
             head_type=self.head_type,
             attention="vq" if self.attention == "vq" else "full",
-            reduction=self.reduction,
             d_k=self.d_k,
+            n_kv_head=self.n_kv_head if self.head_type == "gqa" else None,
             n_code=self.n_code,
             block_len=self.block_len,
+            codebook_init="random",  # as in the paper
+            revive_below=0.0,
         )
         train = TrainConfig(
             batch_size=self.batch_size,
             seq_len=self.seq_len,
             backprop_len=self.seq_len,
             precision=self.precision,
-            recompute=self.recompute,
+            reduction=self.reduction,
+            checkpoint_activations=self.checkpoint_activations,
             compile=self.compile,
             device=self.device,
         )

@@ -23,10 +23,10 @@ from transformer_vq.nn.device import find_device, total_memory
 from transformer_vq.progress import progress_bar, warn
 
 Kind = Literal["full", "sdpa", "serial", "matmul", "associative", "input_scan", "auto"]
-Recompute = Literal["auto", "on", "off"]
+Checkpointing = Literal["auto", "on", "off"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
-HEAD_TYPES: tuple[HeadType, ...] = get_args(HeadType)
+HEAD_TYPES: tuple[HeadType, ...] = ("shga", "mqa", "mha")  # of the paper
 LENGTHS = (2048, 8192, 32_768, 131_072)
 QUICK_KINDS: tuple[Kind, ...] = ("full", "sdpa", "auto")
 QUICK_LENGTHS = (2048, 8192)
@@ -91,22 +91,22 @@ def run(
     repeats: int = 3,
     memory_gb: float | None = None,
     time_limit: float = 300.0,
-    recompute: Recompute | None = None,
+    checkpointing: Checkpointing | None = None,
 ) -> dict[str, Any]:
     """Measure all cells once per round.
 
     memory_gb: what a cell may use, by default nearly all there is. time_limit: seconds that a step
     may take; a cell that would take longer, judging by a shorter sequence, is left out, and a
     subprocess that runs for much longer than its steps may take is ended.
-    recompute: whether activations are computed again in backward, "auto" where memory does not
-    suffice without; by default as each cell says.
+    checkpointing: activation checkpointing; "auto" uses it where a cell would otherwise be out of
+    memory, None as each cell says.
     """
     device = find_device(cells[0].device)
     if memory_gb is None:
         memory_gb = USABLE_MEMORY * total_memory(device) / 1e9
     check_limits(repeats=repeats, time_limit=time_limit, memory_gb=memory_gb)
-    if recompute is not None:
-        cells = [replace(cell, recompute=recompute == "on") for cell in cells]
+    if checkpointing is not None:
+        cells = [replace(cell, checkpoint_activations=checkpointing == "on") for cell in cells]
     rows = {cell: asdict(cell) | {"timings": [], "peak_gb": 0.0} for cell in cells}
 
     def measure(cell: Cell) -> dict[str, Any]:
@@ -131,11 +131,14 @@ def run(
                 if not row["timings"] and "failed" not in row:
                     row |= foreseen(cell, rows, time_limit)
                 if "failed" not in row:
-                    found = measure(replace(cell, recompute=row["recompute"]))
+                    found = measure(
+                        replace(cell, checkpoint_activations=row["checkpoint_activations"])
+                    )
                     lacks_memory = not row["timings"] and found.get("failed") == OUT_OF_MEMORY
-                    if recompute == "auto" and lacks_memory and not row["recompute"]:
-                        row["recompute"] = True
-                        found = measure(replace(cell, recompute=True))
+                    is_on = row["checkpoint_activations"]
+                    if checkpointing == "auto" and lacks_memory and not is_on:
+                        row["checkpoint_activations"] = True
+                        found = measure(replace(cell, checkpoint_activations=True))
                     _note(row, found)
                 advance(1, note=_progress(cell, row))
         except KeyboardInterrupt:
@@ -165,18 +168,21 @@ def _result(
 
 def foreseen(cell: Cell, rows: dict[Cell, dict[str, Any]], time_limit: float) -> dict[str, Any]:
     """What shorter sequences of the same model say: why a cell need not be tried, or that it has
-    to recompute as well; {} if nothing."""
+    to checkpoint_activations as well; {} if nothing."""
     why: dict[str, Any] = {}
     again: dict[str, Any] = {}
     for other, row in rows.items():  # short ones first, so that the longest of them decides
         same = replace(other, seq_len=cell.seq_len, steps=cell.steps)
-        if other.seq_len >= cell.seq_len or replace(same, recompute=cell.recompute) != cell:
+        if (
+            other.seq_len >= cell.seq_len
+            or replace(same, checkpoint_activations=cell.checkpoint_activations) != cell
+        ):
             continue
         failed = row.get("failed")
         if failed in (OUT_OF_MEMORY, over_time(_seconds_per_cell(time_limit))) and same == cell:
             return {"failed": failed}
-        if row["recompute"] != other.recompute:
-            again = {"recompute": True}
+        if row["checkpoint_activations"] != other.checkpoint_activations:
+            again = {"checkpoint_activations": True}
         known = min(row["timings"]) if row["timings"] else row.get("estimated_seconds")
         if known is not None:
             seconds = known * cell.flops / other.flops
@@ -239,7 +245,7 @@ def table(result: dict[str, Any]) -> str:
     )
     first = result["rows"][0]
     is_compiled = first["compile"]
-    again = any(row["recompute"] for row in result["rows"])
+    again = any(row["checkpoint_activations"] for row in result["rows"])
     lines = [
         f"Model: d_model {first['d_model']}, {first['n_layer']} layers, d_k {first['d_k']}, "
         f"{first['n_code']} codes, blocks of {first['block_len']}; batch {first['batch_size']}, "
@@ -251,8 +257,8 @@ def table(result: dict[str, Any]) -> str:
         "| of fp32 rate | over full | over sdpa |" + " first step, s |" * is_compiled,
         "| --- | --- |" + " ---: |" * (9 + is_compiled),
     ]
-    for row in sorted(result["rows"], key=lambda r: HEAD_TYPES.index(r["head_type"])):
-        mark = " *" if row["recompute"] else ""
+    for row in sorted(result["rows"], key=lambda r: get_args(HeadType).index(r["head_type"])):
+        mark = " *" if row["checkpoint_activations"] else ""
         start = f"| {row['head_type']} | {kind(row)}{mark} | {row['seq_len']:,} |"
         if "failed" in row:
             lines.append(f"{start} {row['failed']} |" + "  |" * (7 + is_compiled))

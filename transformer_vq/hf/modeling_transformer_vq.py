@@ -232,7 +232,7 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _set_gradient_checkpointing(self, enable: bool = True, **kwargs: Any) -> None:
         self.gradient_checkpointing = enable
-        self.model.set_recompute(enable)
+        self.model.set_execution(checkpoint_activations=enable)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -10,14 +10,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from operator import add
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_vq.config import CodebookInit, HeadType, ModelConfig, Reduction
-from transformer_vq.nn.heads import AttentionOutput, Heads
-from transformer_vq.nn.layers import draw_keep, rms_norm, run
+from transformer_vq.config import AttentionConfig, Reduction
+from transformer_vq.errors import UserError
+from transformer_vq.nn.heads import Attention, AttentionOutput
+from transformer_vq.nn.layers import draw_keep
 from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer, token_priority
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.position import causal_bias
@@ -31,72 +33,54 @@ segment needs then stays in caches and in memory that is handed out again, and t
 not depend on the length of the sequence."""
 
 
-class VQAttention(Heads):
+class VQAttention(Attention):
     """Dense causal softmax attention over quantized keys, in linear time: for models of your own.
 
-    Returns the residual branch of Definition 3.1, so a layer is `x = x + attention(x).y`; the input
-    is normalised inside. Pass the returned state with the next segment of the same sequences, and
-    once per optimizer step give the `code_usage` to `update_codebook`. With `recompute` activations
-    are computed again in backward instead of being kept.
+    Returns the residual branch of Definition 3.1, so a layer is `x = x + attention(x).y`. Pass the
+    returned state with the next segment of the same sequences, and once per optimizer step give the
+    `code_usage` to `update_codebook`.
+
+    options: fields of `AttentionConfig`, such as head_type, n_head, n_kv_head, d_k, d_v, n_code,
+    block_len and norm_input. reduction and checkpoint_activations change how the result is
+    computed, not the result.
     """
 
     def __init__(
         self,
         d_model: int,
         *,
-        head_type: HeadType = "shga",
-        d_k: int = 128,
-        n_code: int = 512,
-        block_len: int = 512,
         reduction: Reduction = "auto",
-        compressive_cache: bool = True,
-        grad_through_cache: bool = True,
-        p_dropsin: float = 0.0,
-        pe_wavelength: float = 1e5,
-        ema_decay: float = 0.99,
-        codebook_init: CodebookInit = "random",
-        revive_below: float = 0.0,
-        recompute: bool = False,
+        checkpoint_activations: bool = False,
+        **options: Any,
     ) -> None:
-        ModelConfig(  # the one place that knows what is possible
-            vocab_size=1,
-            d_model=d_model,
-            n_layer=1,
-            head_type=head_type,
-            reduction=reduction,
-            d_k=d_k,
-            n_code=n_code,
-            block_len=block_len,
-            p_dropsin=p_dropsin,
-            pe_wavelength=pe_wavelength,
-            ema_decay=ema_decay,
-            codebook_init=codebook_init,
-            revive_below=revive_below,
-        )
-        super().__init__(d_model, head_type, d_k, p_dropsin, pe_wavelength)
-        self.recompute = recompute
+        config = AttentionConfig(d_model, **options)
+        if config.attention != "vq":
+            raise UserError("VQAttention has attention='vq'; use FullAttention for the other")
+        if reduction not in get_args(Reduction):
+            raise UserError(f"reduction={reduction!r}: choose one of {get_args(Reduction)}")
+        super().__init__(config, checkpoint_activations)
         self.exchange: Callable[..., AttentionState] | None = None
-        """For training on a stretch of a sequence: gives the state before it, which other
+        """For training on a shard of a sequence: gives the state before it, which other
         processes know, from (k_hat, z, v, state, layout)."""
-        self.n_code = n_code
-        self.block_len = block_len
+        self.n_code = config.n_code
+        self.block_len = config.block_len
         self.reduction = reduction
-        self.compressive_cache = compressive_cache
-        self.grad_through_cache = grad_through_cache
+        self.compressive_cache = config.compressive_cache
+        self.grad_through_cache = config.grad_through_cache
         self.quantizer = VectorQuantizer(
-            n_code,
-            d_k,
-            self.n_head,
-            ema_decay=ema_decay,
-            codebook_init=codebook_init,
-            revive_below=revive_below,
+            config.n_code,
+            self.d_k,
+            self.n_kv_head,
+            ema_decay=config.ema_decay,
+            codebook_init=config.codebook_init,
+            revive_below=config.revive_below,
         )
 
     def init_state(self, batch_size: int) -> AttentionState:
         weight = self.o_proj.weight
         return AttentionState.empty(
             batch_size,
-            self.n_head,
+            self.n_kv_head,
             self.block_len,
             self.d_k,
             self.d_v,
@@ -108,8 +92,8 @@ class VQAttention(Heads):
 
     def _state_shapes(self, window_len: int) -> dict[str, tuple[int, ...] | None]:
         return super()._state_shapes(self.block_len) | {
-            "codes": (self.n_head, self.block_len),
-            "cache": (self.n_head, self.n_code, self.d_v) if self.compressive_cache else None,
+            "codes": (self.n_kv_head, self.block_len),
+            "cache": (self.n_kv_head, self.n_code, self.d_v) if self.compressive_cache else None,
         }
 
     def update_codebook(self, usage: CodeUsage) -> None:
@@ -138,9 +122,7 @@ class VQAttention(Heads):
             stop = start + segment.shape[1]
             part = None if layout is None else layout.part(start, stop)
             priority = None if key_priority is None else key_priority[:, start:stop]
-            output = run(
-                self._segment, segment, state, sinusoids, part, priority, recompute=self.recompute
-            )
+            output = self._run(self._segment, segment, state, sinusoids, part, priority)
             outputs.append(output)
             layouts.append(part)
             state, start = output.state, stop
@@ -157,7 +139,7 @@ class VQAttention(Heads):
             return self.block_len
         if self.reduction != "auto":
             return seq_len
-        n_scores = batch_size * self.n_head * self.n_group * (self.n_code + 2 * self.block_len)
+        n_scores = batch_size * self.n_kv_head * self.n_group * (self.n_code + 2 * self.block_len)
         return max(1, AUTO_SCORES // (n_scores * self.block_len)) * self.block_len
 
     def _segment(
@@ -168,7 +150,7 @@ class VQAttention(Heads):
         layout: Layout | None,
         key_priority: Tensor | None,
     ) -> AttentionOutput:
-        x_tilde = rms_norm(x)
+        x_tilde = self._normed(x)
         q_content, q_position = self._queries(x_tilde)
         k, v = self._keys_and_values(x_tilde)
         quantized = self.quantizer(k, None if layout is None else layout.valid, key_priority)
@@ -194,44 +176,34 @@ class VQAttention(Heads):
 
     def _with_mask(self, state: AttentionState) -> AttentionState:
         """In training a fresh mask if all rows are at their start, else the one carried along."""
-        if not self.training or self.p_dropsin == 0.0:
+        if not self.training or self.config.p_dropsin == 0.0:
             return state if state.sinusoid_mask is None else replace(state, sinusoid_mask=None)
-        shape = (self.block_len + 1, self.d_model)
-        mask = draw_keep(shape, self.p_dropsin, state.k.device)
+        shape = (self.block_len + 1, self.config.d_model)
+        mask = draw_keep(shape, self.config.p_dropsin, state.k.device)
         if state.sinusoid_mask is not None:
             mask = torch.where((state.position == 0).all(), mask, state.sinusoid_mask)
         return replace(state, sinusoid_mask=mask)
 
 
-class FullAttention(Heads):
+class FullAttention(Attention):
     """The quadratic baseline: the same layer, keys as they are, positional bias at any distance."""
 
     def __init__(
-        self,
-        d_model: int,
-        *,
-        head_type: HeadType = "shga",
-        d_k: int = 128,
-        p_dropsin: float = 0.0,
-        pe_wavelength: float = 1e5,
-        recompute: bool = False,
+        self, d_model: int, *, checkpoint_activations: bool = False, **options: Any
     ) -> None:
-        ModelConfig(
-            vocab_size=1,
-            d_model=d_model,
-            n_layer=1,
-            head_type=head_type,
-            d_k=d_k,
-            p_dropsin=p_dropsin,
-            pe_wavelength=pe_wavelength,
-        )
-        super().__init__(d_model, head_type, d_k, p_dropsin, pe_wavelength)
-        self.recompute = recompute
+        config = AttentionConfig(d_model, **{"attention": "full", **options})
+        super().__init__(config, checkpoint_activations)
 
     def init_state(self, batch_size: int) -> AttentionState:
         weight = self.o_proj.weight
         return AttentionState.empty(
-            batch_size, self.n_head, 0, self.d_k, self.d_v, dtype=weight.dtype, device=weight.device
+            batch_size,
+            self.n_kv_head,
+            0,
+            self.d_k,
+            self.d_v,
+            dtype=weight.dtype,
+            device=weight.device,
         )
 
     def _reach(self, state: AttentionState, seq_len: int) -> int:
@@ -246,12 +218,12 @@ class FullAttention(Heads):
         key_priority: Tensor | None,
     ) -> AttentionOutput:
         """The state grows by as many keys and values as there are tokens."""
-        return run(self._forward, x, state, sinusoids, layout, recompute=self.recompute)
+        return self._run(self._forward, x, state, sinusoids, layout)
 
     def _forward(
         self, x: Tensor, state: AttentionState, sinusoids: Tensor, layout: Layout | None
     ) -> AttentionOutput:
-        x_tilde = rms_norm(x)
+        x_tilde = self._normed(x)
         q_content, q_position = self._queries(x_tilde)
         k, v = self._keys_and_values(x_tilde)
         n_past, seq_len = state.k.shape[-2], x.shape[1]
@@ -279,9 +251,9 @@ class FullAttention(Heads):
 
     def _mask(self, state: AttentionState, n_key: int) -> Tensor | None:
         """As for VQ, but the table has a row for every distance so far and grows at the far end."""
-        if not self.training or self.p_dropsin == 0.0:
+        if not self.training or self.config.p_dropsin == 0.0:
             return None
-        mask = draw_keep((n_key, self.d_model), self.p_dropsin, state.k.device)
+        mask = draw_keep((n_key, self.config.d_model), self.config.p_dropsin, state.k.device)
         carried = state.sinusoid_mask
         if carried is not None:
             known = mask[-carried.shape[0] :]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.nn.attention import FullAttention, VQAttention
-from transformer_vq.nn.heads import Heads
+from transformer_vq.nn.heads import Attention
 from transformer_vq.nn.layers import rms_norm
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import nearest_code
@@ -60,26 +60,26 @@ class _Layer:
     """One attention branch with everything that does not change worked out."""
 
     @torch.no_grad()
-    def __init__(self, attention: Heads, state: AttentionState, room: int) -> None:
+    def __init__(self, attention: Attention, state: AttentionState, room: int) -> None:
         self.attention = attention
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         if attention.g_proj is not None:
             projections.append(attention.g_proj)
         self.weight = torch.cat([projection.weight for projection in projections])
         self.widths = [projection.weight.shape[0] for projection in projections]
-        r_weight = attention.r_proj.weight.unflatten(0, (attention.n_head, attention.d_k))
+        r_weight = attention.r_proj.weight.unflatten(0, (attention.n_kv_head, attention.d_k))
         table = attention.sinusoids(state, room)
         self.r = torch.einsum("dw,hkw->hdk", table, r_weight * attention.d_k**-0.25)
-        heads = (attention.n_head, attention.n_group, attention.d_k)
+        heads = (attention.n_kv_head, attention.n_group, attention.d_k)
         self.u, self.v = attention.u.view(heads), attention.v.view(heads)
 
     def step(self, x: Tensor) -> Tensor:
         """x: [b, d_model] -> the residual branch, same shape."""
         a = self.attention
-        q, k, v, *gate = F.linear(rms_norm(x), self.weight).split(self.widths, dim=-1)
-        q = rms_norm(q.unflatten(-1, (a.n_head, a.n_group, a.d_k)))
-        k = rms_norm(k.unflatten(-1, (a.n_head, a.d_k))) * a.d_k**-0.25
-        v = v.unflatten(-1, (a.n_head, a.d_v))
+        q, k, v, *gate = F.linear(a._normed(x), self.weight).split(self.widths, dim=-1)
+        q = rms_norm(q.unflatten(-1, (a.n_kv_head, a.n_group, a.d_k)))
+        k = rms_norm(k.unflatten(-1, (a.n_kv_head, a.d_k))) * a.d_k**-0.25
+        v = v.unflatten(-1, (a.n_kv_head, a.d_v))
         v = F.silu(v) if gate else v
         q_content, q_position = ((q + bias) * a.d_k**-0.25 for bias in (self.u, self.v))
         wv = self.attend(q_content, q_position, k, v).flatten(1)

@@ -1,18 +1,21 @@
 """What attention with and without quantized keys have in common: projections, heads, checks.
 
-One layout serves the three head types: h key/value heads with g query heads each. SHGA has
-h = g = 1, wide values and a gate; MQA has h = 1; MHA has g = 1.
+One layout serves all head types: h key/value heads with g query heads each. SHGA has h = g = 1,
+wide values and a gate; MQA has h = 1; MHA has g = 1; GQA has any h and g.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transformer_vq.nn.layers import gated, linear, rms_norm
+from transformer_vq.config import AttentionConfig, Heads
+from transformer_vq.nn.layers import gated, linear, rms_norm, run
 from transformer_vq.nn.quantizer import CodeUsage
 from transformer_vq.ops.position import relative_sinusoids, scores_by_distance
 from transformer_vq.ops.ragged import Layout, read_layout
@@ -29,43 +32,49 @@ class AttentionOutput:
     code_usage: CodeUsage | None
 
 
-class Heads(nn.Module):
+class Attention(nn.Module):
     """Projections in and out, and the surface; how to attend is left to the subclass."""
 
-    def __init__(
-        self, d_model: int, head_type: str, d_k: int, p_dropsin: float, pe_wavelength: float
-    ) -> None:
+    def __init__(self, config: AttentionConfig, checkpoint_activations: bool = False) -> None:
         super().__init__()
-        n_query_head = 1 if head_type == "shga" else d_model // d_k
-        self.d_model = d_model
-        self.d_k = d_k
-        self.d_v = 2 * d_model if head_type == "shga" else d_k
-        self.n_head = n_query_head if head_type == "mha" else 1
-        self.n_group = n_query_head // self.n_head
-        self.p_dropsin = p_dropsin
-        self.pe_wavelength = pe_wavelength
-
-        self.q_proj = linear(d_model, n_query_head * d_k)
-        self.k_proj = linear(d_model, self.n_head * d_k)
-        self.v_proj = linear(d_model, self.n_head * self.d_v)
-        self.g_proj = linear(d_model, self.d_v) if head_type == "shga" else None
-        self.r_proj = linear(d_model, self.n_head * d_k)
-        self.o_proj = linear(n_query_head * self.d_v, d_model)
+        self.config = config
+        self.checkpoint_activations = checkpoint_activations
+        self.set_heads(config.heads)
+        d_model, n_head, n_kv_head = config.d_model, config.heads.n_head, config.heads.n_kv_head
+        self.q_proj = linear(d_model, n_head * self.d_k)
+        self.k_proj = linear(d_model, n_kv_head * self.d_k)
+        self.v_proj = linear(d_model, n_kv_head * self.d_v)
+        self.g_proj = linear(d_model, self.d_v) if config.heads.is_gated else None
+        self.r_proj = linear(d_model, n_kv_head * self.d_k)
+        self.o_proj = linear(n_head * self.d_v, d_model)
         # Vectors, not tensors by head: optimizers treat parameters by their number of axes.
-        self.u = nn.Parameter(torch.zeros(n_query_head * d_k))
-        self.v = nn.Parameter(torch.zeros(n_query_head * d_k))
+        self.u = nn.Parameter(torch.zeros(n_head * self.d_k))
+        self.v = nn.Parameter(torch.zeros(n_head * self.d_k))
+
+    def set_heads(self, heads: Heads) -> None:
+        """Set the geometry that this process works with: a part of the config's with tensor
+        parallelism."""
+        self.heads = heads
+        self.n_kv_head, self.n_group = heads.n_kv_head, heads.n_group
+        self.d_k, self.d_v = heads.d_k, heads.d_v
+
+    def _run(self, fn: Callable[..., AttentionOutput], *args: Any) -> AttentionOutput:
+        return run(fn, *args, checkpoint_activations=self.checkpoint_activations)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return rms_norm(x) if self.config.norm_input else x
 
     def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Queries for content, q + u, and for position, q + v: [b, h, g, t, k] each."""
-        q = self.q_proj(x).unflatten(-1, (self.n_head, self.n_group, self.d_k))
+        q = self.q_proj(x).unflatten(-1, (self.n_kv_head, self.n_group, self.d_k))
         q = rms_norm(q).permute(0, 2, 3, 1, 4)
-        u, v = (x.view(self.n_head, self.n_group, 1, self.d_k) for x in (self.u, self.v))
+        u, v = (x.view(self.n_kv_head, self.n_group, 1, self.d_k) for x in (self.u, self.v))
         return (q + u) * self.d_k**-0.25, (q + v) * self.d_k**-0.25
 
     def _keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """k: [b, h, t, k] and v: [b, h, t, v]."""
-        k = self.k_proj(x).unflatten(-1, (self.n_head, self.d_k)).transpose(1, 2)
-        v = self.v_proj(x).unflatten(-1, (self.n_head, self.d_v)).transpose(1, 2)
+        k = self.k_proj(x).unflatten(-1, (self.n_kv_head, self.d_k)).transpose(1, 2)
+        v = self.v_proj(x).unflatten(-1, (self.n_kv_head, self.d_v)).transpose(1, 2)
         return rms_norm(k) * self.d_k**-0.25, v if self.g_proj is None else F.silu(v)
 
     def _residual(self, wv: Tensor, x: Tensor) -> Tensor:
@@ -75,8 +84,8 @@ class Heads(nn.Module):
 
     def _by_distance(self, q: Tensor, sinusoids: Tensor, mask: Tensor | None) -> Tensor:
         """Positional scores of each query for each row of the sinusoids: [b, h, g, t, d]."""
-        table = sinusoids if mask is None else sinusoids * mask / (1 - self.p_dropsin)
-        r_weight = self.r_proj.weight.unflatten(0, (self.n_head, self.d_k)) * self.d_k**-0.25
+        table = sinusoids if mask is None else sinusoids * mask / (1 - self.config.p_dropsin)
+        r_weight = self.r_proj.weight.unflatten(0, (self.n_kv_head, self.d_k)) * self.d_k**-0.25
         return scores_by_distance(q, r_weight, table.to(q.dtype))
 
     def sinusoids(self, state: AttentionState, seq_len: int) -> Tensor:
@@ -84,16 +93,17 @@ class Heads(nn.Module):
         weight = self.r_proj.weight
         return relative_sinusoids(
             self._reach(state, seq_len),
-            self.d_model,
-            self.pe_wavelength,
+            self.config.d_model,
+            self.config.pe_wavelength,
             weight.dtype,
             weight.device,
         )
 
     def _check(self, x: Tensor, state: AttentionState | None) -> None:
-        if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.d_model:
+        if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.config.d_model:
             raise ValueError(
-                f"input has shape {tuple(x.shape)}, want [batch, tokens >= 1, {self.d_model}]"
+                f"input has shape {tuple(x.shape)}, want [batch, tokens >= 1, "
+                f"{self.config.d_model}]"
             )
         if state is None:
             return
@@ -118,8 +128,8 @@ class Heads(nn.Module):
 
     def _state_shapes(self, window_len: int) -> dict[str, tuple[int, ...] | None]:
         return {
-            "keys": (self.n_head, window_len, self.d_k),
-            "values": (self.n_head, window_len, self.d_v),
+            "keys": (self.n_kv_head, window_len, self.d_k),
+            "values": (self.n_kv_head, window_len, self.d_v),
             "codes": None,
             "cache": None,
         }

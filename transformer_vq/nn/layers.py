@@ -82,15 +82,15 @@ def linear(d_in: int, d_out: int, bias: bool = False) -> nn.Linear:
 class FeedForward(nn.Module):
     """RMSNorm -> Linear -> ReLU^2 -> Linear, the other half of MQA and MHA layers."""
 
-    def __init__(self, d_model: int, d_ff: int, recompute: bool = False) -> None:
+    def __init__(self, d_model: int, d_ff: int, checkpoint_activations: bool = False) -> None:
         super().__init__()
-        self.recompute = recompute
+        self.checkpoint_activations = checkpoint_activations
         self.in_proj = linear(d_model, d_ff)
         self.out_proj = linear(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [b, t, d_model] -> the residual branch, same shape."""
-        return run(self._forward, x, recompute=self.recompute)
+        return run(self._forward, x, checkpoint_activations=self.checkpoint_activations)
 
     def _forward(self, x: Tensor) -> Tensor:
         x = self.in_proj(rms_norm(x))
@@ -126,9 +126,9 @@ class ScaledSinusoids(nn.Module):
         return self.scale * sinusoids(positions, self.d_model, self.wavelength, self.scale.dtype)
 
 
-def run(fn: Callable[..., T], *args: Any, recompute: bool) -> T:
-    """fn(*args); with `recompute`, activations are not kept but computed again in backward."""
-    if recompute and torch.is_grad_enabled():
+def run(fn: Callable[..., T], *args: Any, checkpoint_activations: bool) -> T:
+    """Return fn(*args), with activation checkpointing if asked for."""
+    if checkpoint_activations and torch.is_grad_enabled():
         return checkpoint(fn, *args, use_reentrant=False)
     return fn(*args)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transformer_vq.config import ModelConfig
+from transformer_vq.config import ModelConfig, Reduction
 from transformer_vq.errors import UserError
 from transformer_vq.files import read_tensors, write_tensors
 from transformer_vq.nn.attention import FullAttention, VQAttention
@@ -64,10 +64,16 @@ class ModelOutput:
 class TransformerVQ(nn.Module):
     """A decoder-only transformer whose attention is dense, softmax, and linear in the length.
 
-    recompute: trade time for memory by computing the activations of each branch again in backward.
+    reduction, checkpoint_activations: how the function is computed; they do not change it.
     """
 
-    def __init__(self, config: ModelConfig, *, recompute: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        reduction: Reduction = "auto",
+        checkpoint_activations: bool = False,
+    ) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
@@ -77,7 +83,9 @@ class TransformerVQ(nn.Module):
             else None
         )
         self.branches = nn.ModuleList(
-            branch for _ in range(config.n_layer) for branch in _layer(config, recompute)
+            branch
+            for _ in range(config.n_layer)
+            for branch in _layer(config, reduction, checkpoint_activations)
         )
         self.head = (
             None if config.tie_embeddings else linear(config.d_model, config.vocab_size, bias=True)
@@ -92,10 +100,15 @@ class TransformerVQ(nn.Module):
         layers = [layer for layer in self._attentions() if isinstance(layer, VQAttention)]
         return any(layer.quantizer.uses_candidates for layer in layers)
 
-    def set_recompute(self, recompute: bool) -> None:
-        """Whether activations are computed again in backward, to save memory."""
+    def set_execution(
+        self, *, reduction: Reduction | None = None, checkpoint_activations: bool | None = None
+    ) -> None:
+        """Change how the function is computed; None leaves a setting as it is."""
         for branch in self.branches:
-            branch.recompute = recompute  # type: ignore[assignment]
+            if checkpoint_activations is not None:
+                branch.checkpoint_activations = checkpoint_activations  # type: ignore[assignment]
+            if reduction is not None and isinstance(branch, VQAttention):
+                branch.reduction = reduction
 
     def init_state(self, batch_size: int) -> ModelState:
         """The state before the first token of `batch_size` sequences."""
@@ -264,37 +277,19 @@ class TransformerVQ(nn.Module):
         return model
 
 
-def _layer(config: ModelConfig, recompute: bool) -> list[nn.Module]:
+def _layer(
+    config: ModelConfig, reduction: Reduction, checkpoint_activations: bool
+) -> list[nn.Module]:
     """The two residual branches of one transformer layer."""
+    options = vars(config.layer)
 
     def attention() -> nn.Module:
         if config.attention == "full":
-            return FullAttention(
-                config.d_model,
-                head_type=config.head_type,
-                d_k=config.d_k,
-                p_dropsin=config.p_dropsin,
-                pe_wavelength=config.pe_wavelength,
-                recompute=recompute,
-            )
+            return FullAttention(**options, checkpoint_activations=checkpoint_activations)
         return VQAttention(
-            config.d_model,
-            head_type=config.head_type,
-            d_k=config.d_k,
-            n_code=config.n_code,
-            block_len=config.block_len,
-            reduction=config.reduction,
-            compressive_cache=config.compressive_cache,
-            grad_through_cache=config.grad_through_cache,
-            p_dropsin=config.p_dropsin,
-            pe_wavelength=config.pe_wavelength,
-            ema_decay=config.ema_decay,
-            codebook_init=config.codebook_init,
-            revive_below=config.revive_below,
-            recompute=recompute,
+            **options, reduction=reduction, checkpoint_activations=checkpoint_activations
         )
 
-    if config.head_type == "shga":
+    if config.n_attention == 2:
         return [attention(), attention()]
-    d_ff = (4 if config.head_type == "mha" else 5) * config.d_model
-    return [attention(), FeedForward(config.d_model, d_ff, recompute)]
+    return [attention(), FeedForward(config.d_model, config.d_ff, checkpoint_activations)]

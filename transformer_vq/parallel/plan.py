@@ -205,4 +205,4 @@ class Plan:
         if self.world.size("tp") == 1:
             return None
         field = name.split("/", 3)[-1]  # state0/layers/3/cache/mean
-        return STATE[self.model.config.head_type].get(field)
+        return STATE[self.model.config.layer.heads.divided].get(field)

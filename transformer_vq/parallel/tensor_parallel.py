@@ -1,9 +1,9 @@
 """Tensor parallel: the widths of every layer are divided among processes.
 
 SHGA divides values, gates and the output projection over d_v, while queries, keys and codebooks are
-the same everywhere; MQA divides query heads, MHA all heads with their codebooks; feed-forward
-layers are divided by columns, then by rows. The model's code does not know of it: its modules
-become narrower, and two hooks make the sums, one over the outputs of a branch, one over the
+the same everywhere; MQA divides query heads; MHA and GQA divide all heads with their codebooks.
+Feed-forward layers are divided by columns, then by rows. The model's code does not know of it: its
+modules become narrower, and two hooks make the sums, one over the outputs of a branch, one over the
 gradients of its input.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from transformer_vq.config import ModelConfig
 from transformer_vq.errors import UserError
-from transformer_vq.nn.heads import Heads
+from transformer_vq.nn.heads import Attention
 from transformer_vq.nn.layers import FeedForward
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import Quantized
@@ -25,31 +25,28 @@ from transformer_vq.parallel.world import World
 
 # The axis along which a tensor of a branch is divided; all others are whole everywhere.
 ATTENTION = {
-    "shga": {"v_proj.weight": 0, "g_proj.weight": 0, "o_proj.weight": 1},
-    "mqa": {"q_proj.weight": 0, "u": 0, "v": 0, "o_proj.weight": 1},
-    "mha": {
+    "value columns": {"v_proj.weight": 0, "g_proj.weight": 0, "o_proj.weight": 1},
+    "query heads": {"q_proj.weight": 0, "u": 0, "v": 0, "o_proj.weight": 1},
+    "heads": {
         **{"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "r_proj.weight": 0},
         **{"u": 0, "v": 0, "o_proj.weight": 1, "quantizer.c_sum": 0, "quantizer.c_count": 0},
     },
 }
 FEED_FORWARD = {"in_proj.weight": 0, "out_proj.weight": 1}
-STATE = {
-    "shga": {"v": -1, "cache/mean": -1},
-    "mqa": {},
-    "mha": {"k": 1, "v": 1, "z": 1, "cache/mean": 1, "cache/count": 1},
+STATE: dict[str, dict[str, int]] = {
+    "value columns": {"v": -1, "cache/mean": -1},
+    "query heads": {},
+    "heads": {"k": 1, "v": 1, "z": 1, "cache/mean": 1, "cache/count": 1},
 }
-# What the module believes its size to be.
-WIDTH = {"shga": "d_v", "mqa": "n_group", "mha": "n_head"}
 
 
 def check_widths(config: ModelConfig, n: int) -> None:
-    """Raises ValueError if the widths of a model cannot be divided by n."""
-    what, width = "query heads", config.d_model // config.d_k
-    if config.head_type == "shga":
-        what, width = "value columns", 2 * config.d_model
-    if width % n:
+    """Raises UserError if the widths of a model cannot be divided by n."""
+    config.layer.heads.divide(n)
+    if config.d_ff % n:
         raise UserError(
-            f"parallel.tp={n}: this model's {width} {what} cannot be divided by it; choose another"
+            f"parallel.tp={n}: the feed-forward width {config.d_ff} cannot be divided by it; "
+            "choose another"
         )
 
 
@@ -57,7 +54,7 @@ def divided_axes(model: TransformerVQ) -> dict[str, int]:
     """Names of the tensors of a model that are divided, and along which axis."""
     found: dict[str, int] = {}
     for number, branch in enumerate(model.branches):
-        axes = ATTENTION[model.config.head_type]
+        axes = ATTENTION[model.config.layer.heads.divided]
         if isinstance(branch, FeedForward):
             axes = FEED_FORWARD
         there = branch.state_dict()  # full attention has no codebooks
@@ -67,20 +64,19 @@ def divided_axes(model: TransformerVQ) -> dict[str, int]:
 
 def divide_widths(model: TransformerVQ, world: World) -> dict[str, int]:
     """Make every branch narrower, in place; names and axes of the tensors that were divided."""
-    head_type = model.config.head_type
+    heads = model.config.layer.heads
     divided = divided_axes(model)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     for name, dim in divided.items():
         tensors[name].data = world.part(tensors[name].data, "tp", dim).clone()
     for branch in model.branches:
-        if isinstance(branch, Heads):
-            width = getattr(branch, WIDTH[head_type])
-            setattr(branch, WIDTH[head_type], width // world.size("tp"))
-        _add_hooks(branch, head_type, world)
+        if isinstance(branch, Attention):
+            branch.set_heads(heads.divide(world.size("tp")))
+        _add_hooks(branch, world, shares_keys=heads.divided != "heads")
     return divided
 
 
-def _add_hooks(branch: nn.Module, head_type: str, world: World) -> None:
+def _add_hooks(branch: nn.Module, world: World, shares_keys: bool) -> None:
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (_SumGradients.apply(args[0], world), *args[1:])
 
@@ -92,11 +88,11 @@ def _add_hooks(branch: nn.Module, head_type: str, world: World) -> None:
         return replace(output, commit_loss=output.commit_loss / world.size("tp"))
 
     branch.register_forward_pre_hook(enter)
-    last = branch.o_proj if isinstance(branch, Heads) else branch.out_proj
+    last = branch.o_proj if isinstance(branch, Attention) else branch.out_proj
     assert isinstance(last, nn.Module)
     last.register_forward_hook(leave)
     quantizer = getattr(branch, "quantizer", None)
-    if quantizer is not None and head_type != "mha":
+    if quantizer is not None and shares_keys:
         # The same keys everywhere: each process answers for its part of their commitment.
         quantizer.register_forward_hook(share_commitment)
 

@@ -51,7 +51,10 @@ class Trainer:
         self.device = device
         self.world = World() if world is None else world
         self.model = model.to(device).train()
-        self.model.set_recompute(config.train.recompute)
+        self.model.set_execution(
+            reduction=config.train.reduction,
+            checkpoint_activations=config.train.checkpoint_activations,
+        )
         self.plan = Plan(self.model, config, self.world)
         self.optimizer = make_optimizer(
             nn.ParameterList(self.plan.parameters.values()), config.optim

@@ -16,7 +16,10 @@ MAX_WORKERS = 8  # each one needs about 1 GB
 # Files whose tests start several processes: one worker runs all of them, one after the other.
 SEVERAL_PROCESSES = {"test_worlds.py", "test_elastic.py"}
 # Files whose tests share something expensive, so that one worker runs the whole file.
-SHARED_SETUP = {"test_compile.py", "test_hf_export.py", "test_profile.py", "test_stability.py"}
+SHARED_SETUP = {
+    *("test_compile.py", "test_hf_export.py", "test_profile.py", "test_stability.py"),
+    *("test_cli_fuzz.py", "test_cli_mistakes.py", "test_mutations.py", "test_signals.py"),
+}
 
 # Examples are the same on every run: a red test stays red until the code changes.
 settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=40)

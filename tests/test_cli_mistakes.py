@@ -275,7 +275,7 @@ def test_a_run_with_an_invalid_config_is_named(sandbox, command, content):
         ("train tiny --optim.betas 0.9", "--optim.betas: give 2 values"),
         ("train tiny --data.path", "--data.path: give a value"),
         ("train tiny --data.path a b c", "unexpected b c after --data.path"),
-        ("train tiny --train.recompute yes", "unexpected yes after --train.recompute"),
+        ("train tiny --train.compile yes", "unexpected yes after --train.compile"),
         ("train tiny --n-code 3", "--n-code is not an option (did you mean --model.n-code?)"),
         ("train tiny extra", "unexpected extra"),
         ("eval text-run --split all", "--split all: choose one of test, train, validation"),

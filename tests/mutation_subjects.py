@@ -61,7 +61,7 @@ SUBJECTS = {
     # A config is all that this run has: that of another run makes it that run.
     "run without checkpoint": Subject(4, {"run": "begun"}, {"run/*": ("resume",)}),
     "finished run": Subject(
-        14,
+        12,
         {"run": "finished"},
         {
             "run/config.json": ("eval", "eval last", "sample", "export"),
@@ -73,7 +73,7 @@ SUBJECTS = {
         sealed=("run/best/*", "run/checkpoints/*/*"),
     ),
     "figures": Subject(
-        3,
+        2,
         {"run": "finished"},
         {"run/metrics.jsonl": ("plot",), "run/evaluation-test.json": ("plot",)},
     ),
@@ -107,7 +107,7 @@ SUBJECTS = {
         OTHER_CORPUS,
     ),
     "corpus with a vocabulary": Subject(
-        6,
+        5,
         {"run": "books", "home": "home"},
         {f"home/cache/pg19-*{files}": ("eval",) for files in ("", "/*")},
         {"home/cache/pg19-*/tokenizer.model": ("vocabulary.model",)},

@@ -24,6 +24,7 @@ from forked import Ended
 from mutation_commands import BEFORE_LAST, COMMANDS, STEPS, STOPPED_AT, import_and_parse
 from mutation_intact import SECONDS, Case, Workshop
 from mutation_subjects import SUBJECTS, Subject
+from mutations import exchange, folder_replaced_by_another
 from safetensors import SafetensorError
 
 from transformer_vq.checkpoint import checkpoint_folder
@@ -72,6 +73,17 @@ class Expected:
             kept, n_damaged = _kept_lines(workshop.intact / subject.copies["run"], folder / "run")
             self.fallback = self._without_lines(subject, kept)
             self.warning = "damaged" if n_damaged else ""
+        self.must_succeed = self._is_recoverable(path)
+
+    def _is_recoverable(self, path: Path) -> bool:
+        """Whether the command can continue: a copy or the source of the file is still intact."""
+        if self.case.path.startswith("home/cache/"):
+            return True
+        if self.case.path == "run/metrics.jsonl":
+            return path.is_file() and self.fallback is not None
+        # A whole checkpoint of another run is an error: nothing tells which of both is wanted.
+        is_checkpoint = self.case.path.startswith("run/checkpoints/")
+        return is_checkpoint and self.case.mutate not in (exchange, folder_replaced_by_another)
 
     def _without_lines(self, subject: Subject, kept: list[dict[str, Any]]) -> Any:
         if self.case.command == "resume":
@@ -94,6 +106,8 @@ class Expected:
             return f"not done after {SECONDS} s"
         if ended.has_traceback or ended.status not in (0, 2):
             return f"exit status {ended.status}\n{ended.err}"
+        if ended.status == 2 and self.must_succeed:
+            return f"should have continued\n{ended.err}"
         if ended.status == 2:
             *before, last = ended.err.splitlines() or [""]
             is_one_line = last.startswith("tvq: ") and not any(

@@ -1,4 +1,4 @@
-"""Random command lines never give a traceback, hang, or write where nobody told them to."""
+"""Random command lines never give a traceback, hang, or write to a place not named in them."""
 
 from __future__ import annotations
 

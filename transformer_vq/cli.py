@@ -22,7 +22,6 @@ from transformer_vq.arguments import (
     UsageError,
     as_options,
     check_can_read,
-    check_can_write,
     check_range,
     check_unused,
     find_preset,
@@ -39,7 +38,7 @@ from transformer_vq.data.enwik8 import download
 from transformer_vq.data.tokenizer import Tokenizer
 from transformer_vq.errors import UserError, is_out_of_memory
 from transformer_vq.evaluate import Protocol, evaluate_run
-from transformer_vq.files import write_verified_json
+from transformer_vq.files import check_can_write, write_verified_json
 from transformer_vq.generate import Sampling
 from transformer_vq.nn.device import find_device, keep_freed_memory
 from transformer_vq.nn.model import TransformerVQ

@@ -13,7 +13,6 @@ import tyro
 
 from transformer_vq.arguments import (
     UsageError,
-    check_can_write,
     check_range,
     find_preset,
     first_word,
@@ -23,7 +22,7 @@ from transformer_vq.arguments import (
 from transformer_vq.bench import ablate, decode, documents, profile, train
 from transformer_vq.commands import Flat, Json
 from transformer_vq.config import HeadType, Precision, RunConfig
-from transformer_vq.files import write_json
+from transformer_vq.files import check_can_write, write_json
 from transformer_vq.nn.device import find_device
 
 T = TypeVar("T")

@@ -37,6 +37,21 @@ class MissingFileError(CorruptFileError, FileNotFoundError):
     """A file that does not exist."""
 
 
+def check_can_write(option: str, path: Path | None, overwrite: bool = False) -> None:
+    """Fail before the work whose result could not be written."""
+    if path is None:
+        return
+    is_link = path.is_symlink()  # replaced, never written through
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UserError(f"{option} {path}: give the name of a file in a folder that exists")
+    if path.exists() and not path.is_file() and not is_link:
+        raise UserError(f"{option} {path}: is a device or pipe; give the name of a file")
+    if not overwrite and (path.exists() or is_link):
+        raise UserError(f"{option} {path}: the file exists; use --overwrite or another name")
+    if not os.access(path.absolute().parent, os.W_OK):
+        raise UserError(f"{option} {path}: the folder is not writable; use another one")
+
+
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
     """Yield a temporary file to write to; on success it is renamed to `path`."""

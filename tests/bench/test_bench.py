@@ -2,10 +2,10 @@
 
 import pytest
 
-from transformer_vq.bench import check_out, compare, context, run_main
+from transformer_vq.bench import compare, context, run_main
 from transformer_vq.bench.equality import differences
 from transformer_vq.errors import UserError
-from transformer_vq.files import write_json
+from transformer_vq.files import check_can_write, write_json
 
 
 def test_the_demonstrated_equality_holds():
@@ -56,17 +56,17 @@ def test_run_main_raises_a_bug(bug):
     assert raised.value is bug
 
 
-def test_check_out_rejects_an_existing_file_unless_told_to_overwrite(tmp_path):
+def test_check_can_write_rejects_an_existing_file_unless_told_to_overwrite(tmp_path):
     path = tmp_path / "result.json"
-    check_out(None, False)
-    check_out(path, False)
+    check_can_write("--out", None, False)
+    check_can_write("--out", path, False)
     path.touch()
     with pytest.raises(UserError, match="--overwrite"):
-        check_out(path, False)
-    check_out(path, True)
+        check_can_write("--out", path, False)
+    check_can_write("--out", path, True)
     for bad in (tmp_path, tmp_path / "nowhere" / "result.json"):
         with pytest.raises(UserError, match="--out"):
-            check_out(bad, True)
+            check_can_write("--out", bad, True)
 
 
 @pytest.mark.parametrize(("module", "first"), [(compare, ["run"]), (context, [])])

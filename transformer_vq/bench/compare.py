@@ -11,10 +11,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from transformer_vq.bench import check_out, run_main
+from transformer_vq.bench import run_main
 from transformer_vq.checkpoint import read_config
 from transformer_vq.errors import UserError
-from transformer_vq.files import read_verified_json, write_json
+from transformer_vq.files import check_can_write, read_verified_json, write_json
 from transformer_vq.sizes import sizes
 from transformer_vq.training.metrics import read_metrics
 
@@ -83,7 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="write the record to this JSON file")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing output file")
     options = parser.parse_args(arguments)
-    check_out(options.out, options.overwrite)
+    check_can_write("--out", options.out, options.overwrite)
     result = record(options.runs, options.split)
     if options.out:
         write_json(options.out, result)

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, spawn
 
-from transformer_vq.bench import check_out, run_main
+from transformer_vq.bench import run_main
 from transformer_vq.bench.cells import OUT_OF_MEMORY, check_limits, over_time
 from transformer_vq.config import ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.errors import is_out_of_memory
-from transformer_vq.files import read_json, write_json
+from transformer_vq.files import check_can_write, read_json, write_json
 from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.parallel.context_parallel import Exchange
@@ -165,7 +165,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="seconds per number of processes (default: %(default)g)",
     )
     options = parser.parse_args(arguments)
-    check_out(options.out, options.overwrite)
+    check_can_write("--out", options.out, options.overwrite)
     result = measure(options.time_limit)
     if options.out:
         write_json(options.out, result)

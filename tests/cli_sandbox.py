@@ -24,9 +24,9 @@ import torch
 from command_lines import BASES, TINY
 from forked import Ended, run_forked
 
-from transformer_vq import cli
 from transformer_vq.bench import decode, profile, train
-from transformer_vq.data import enwik8
+from transformer_vq.cli import main as cli
+from transformer_vq.data.sources import enwik8
 from transformer_vq.errors import is_out_of_memory
 from transformer_vq.training.step import Trainer
 
@@ -103,7 +103,7 @@ class Sandbox:
         runs = {
             "text-run": ["--data.path", "texts"],
             "full-run": ["--data.path", "texts", "--model.attention", "full"],
-            "image-run": ["--data.dataset", "pictures", "--data.path", "images", *fast],
+            "image-run": ["--data.dataset", "images", "--data.path", "images", *fast],
             "books-run": books,
         }
         for name, options in runs.items():

@@ -13,9 +13,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from transformer_vq import cli_bench, commands
-from transformer_vq.cli import COMMANDS
-from transformer_vq.cli_bench import BENCHES
+from transformer_vq.cli import bench as cli_bench
+from transformer_vq.cli import commands
+from transformer_vq.cli.bench import BENCHES
+from transformer_vq.cli.main import COMMANDS
 from transformer_vq.presets import PRESETS
 
 OPTIONS = {
@@ -48,7 +49,7 @@ BASES: dict[str, tuple[str, ...]] = {
         f"tiny {TINY} --data.path texts --out new-run",
         f"small {TINY} --data.path texts --train.eval-every 1 --out new-run --json",
         f"pg19-1.3b {MODEL} {TRAIN} --model.vocab-size 300 --data.path books --out new-run",
-        f"imagenet64-190m {TINY} --data.dataset pictures --data.path images --out new-run",
+        f"imagenet64-190m {TINY} --data.dataset images --data.path images --out new-run",
         f"enwik8-190m {TINY} --data.path texts/0.txt --out new-run",
     ),
     "resume": ("text-run", "image-run", "books-run", "full-run --json", "damaged-run"),
@@ -67,7 +68,7 @@ BASES: dict[str, tuple[str, ...]] = {
         "text-run --tokens 3 --load-state state.safetensors",
         "books-run --tokens 4 --prompt-file note.txt --batch 2",
         "full-run --tokens 3 --save-state new-state",
-        "image-run --pictures image.png --keep 0.98",
+        "image-run --images image.png --keep 0.98",
         "damaged-run --tokens 2",
     ),
     "prepare": (
@@ -75,7 +76,7 @@ BASES: dict[str, tuple[str, ...]] = {
         "text --path odd-texts --cache new-cache",
         "pg19 --path books --vocab-size 290 --json",
         "pg19 --path books --tokenizer books-run/tokenizer.model",
-        "pictures --path images --cache new-cache",
+        "images --path images --cache new-cache",
         "imagenet64 --path npz",
         "enwik8",
         "enwik8 --path texts/1.txt",
@@ -119,7 +120,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "prompt_file": ("note.txt", "texts/1.txt"),
     "save_state": ("new-state",),
     "load_state": ("state.safetensors",),
-    "pictures": ("image.png", "images/0.png"),
+    "images": ("image.png", "images/0.png"),
     "preset": tuple(PRESETS),
     "stop": ("e", "the"),
 }

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from transformer_vq.progress import TerminalReporter, reporting
+
 MAX_WORKERS = 8  # each one needs about 1 GB
 
 # Files whose tests start several processes: one worker runs all of them, one after the other.
@@ -47,6 +49,13 @@ def pytest_xdist_make_scheduler(config, log):
             return file if file in SHARED_SETUP else nodeid
 
     return GroupScheduling(config, log)
+
+
+@pytest.fixture(autouse=True)
+def _reporter():
+    """Print progress and warnings to stderr, as the command does."""
+    with reporting(TerminalReporter()):
+        yield
 
 
 @pytest.fixture(autouse=True)

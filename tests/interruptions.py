@@ -172,10 +172,10 @@ def nth(n: int) -> Callable[..., bool]:
 
 def sends(moment: Moment, interruption: Interruption) -> Callable[[], None]:
     """A hook for a child: send the signals once, at this moment."""
-    is_first = nth(1)
+    is_rank_zero = nth(1)
 
     def send() -> None:
-        if is_first():
+        if is_rank_zero():
             for number in interruption.numbers:
                 os.kill(os.getpid(), number)
 

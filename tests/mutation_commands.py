@@ -17,13 +17,13 @@ import torch
 from forked import Ended
 from helpers import losses, tiny_run
 
-from transformer_vq.arguments import parse
-from transformer_vq.checkpoint import MODEL, checkpoint_folder, checkpoint_steps
-from transformer_vq.cli import main
-from transformer_vq.commands import Eval, Info, Resume, Sample, Train
+from transformer_vq.cli.arguments import parse
+from transformer_vq.cli.commands import Eval, Info, Resume, Sample, Train
+from transformer_vq.cli.main import main
 from transformer_vq.config import RunConfig
 from transformer_vq.files import read_tensors, tensors_digest
 from transformer_vq.presets import PRESETS
+from transformer_vq.training.checkpoint import MODEL, checkpoint_folder, checkpoint_steps
 
 STEPS, STOPPED_AT, BEFORE_LAST = 6, 5, 4  # runs are saved at every second step, and in the end
 

@@ -21,9 +21,9 @@ from mutation_subjects import SUBJECTS, Subject
 from mutations import choose, mutations_of
 
 from transformer_vq.config import DataConfig, RunConfig
-from transformer_vq.data.corpora import Corpus, prepare
-from transformer_vq.data.tokenizer import train_sentencepiece
-from transformer_vq.training.runs import train
+from transformer_vq.data.corpus import Corpus, prepare
+from transformer_vq.data.tokenizers import train_sentencepiece
+from transformer_vq.training.run import train
 from transformer_vq.training.step import Trainer
 
 SECONDS, MEMORY_GB = 20.0, 4.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from mutation_commands import BEFORE_LAST, LOAD, STEPS, STOPPED_AT
 
-from transformer_vq.checkpoint import FACTS, MODEL, TENSORS
+from transformer_vq.training.checkpoint import METADATA, MODEL, TENSORS
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def _checkpoint_donors(run: str, *steps: int) -> dict[str, tuple[str, ...]]:
     folders += [f"{other}/checkpoints/step-{STEPS:08d}" for other in ("other", "twin")]
     parts = {
         f"run/checkpoints/step-*/{name}": tuple(f"{folder}/{name}" for folder in folders)
-        for name in (MODEL, TENSORS, FACTS)
+        for name in (MODEL, TENSORS, METADATA)
     }
     return {**parts, "run/checkpoints/step-*": tuple(folders)}
 

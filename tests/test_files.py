@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from transformer_vq.files import (
     CorruptFileError,
-    folder_written_whole,
+    atomic_folder,
+    atomic_write,
     read_tensors,
     read_verified_json,
-    remove_leftovers,
+    remove_partial_files,
     write_json,
     write_tensors,
     write_verified_json,
-    written_whole,
 )
 
 
@@ -33,9 +33,9 @@ def fail_within(context, name=None):
 def test_what_was_interrupted_leaves_nothing_and_changes_nothing(tmp_path):
     (tmp_path / "file").write_text("before")
     with pytest.raises(KeyError):
-        fail_within(written_whole(tmp_path / "file"))
+        fail_within(atomic_write(tmp_path / "file"))
     with pytest.raises(KeyError):
-        fail_within(folder_written_whole(tmp_path / "folder"), "file")
+        fail_within(atomic_folder(tmp_path / "folder"), "file")
     assert names(tmp_path) == ["file"]
     assert (tmp_path / "file").read_text() == "before"
 
@@ -45,12 +45,12 @@ def test_leftovers_are_neither_used_nor_deleted_until_asked(tmp_path):
     (tmp_path / ".folder.partial" / "old").write_text("somebody's own")
     (tmp_path / ".file.0123abcd.partial").write_text("from a process that was killed")
     (tmp_path / "folder").mkdir()
-    with folder_written_whole(tmp_path / "folder") as partial:
+    with atomic_folder(tmp_path / "folder") as partial:
         (partial / "new").write_text("whole")
         assert names(tmp_path / "folder") == []
     assert names(tmp_path) == [".file.0123abcd.partial", ".folder.partial", "folder"]
     assert names(tmp_path / "folder") == ["new"]
-    remove_leftovers(tmp_path)
+    remove_partial_files(tmp_path)
     assert names(tmp_path) == [".folder.partial", "folder"]
 
 
@@ -72,7 +72,7 @@ def test_all_files_get_the_mode_of_the_umask(tmp_path, umask):
     try:
         write_json(tmp_path / "a.json", {})
         write_tensors(tmp_path / "b.safetensors", {"x": torch.zeros(3)})
-        with folder_written_whole(tmp_path / "folder"):
+        with atomic_folder(tmp_path / "folder"):
             pass
     finally:
         os.umask(before)
@@ -141,7 +141,7 @@ def test_what_is_not_a_verified_object_is_reported(tmp_path, content):
 def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "old").write_text("kept")
-    with pytest.raises(OSError, match="not empty"), folder_written_whole(tmp_path / "folder"):
+    with pytest.raises(OSError, match="not empty"), atomic_folder(tmp_path / "folder"):
         pass
     assert names(tmp_path) == ["folder"]
     assert names(tmp_path / "folder") == ["old"]

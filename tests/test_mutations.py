@@ -27,8 +27,8 @@ from mutation_subjects import SUBJECTS, Subject
 from mutations import exchange, folder_replaced_by_another
 from safetensors import SafetensorError
 
-from transformer_vq.checkpoint import checkpoint_folder
 from transformer_vq.files import DIGEST, CorruptFileError, read_json
+from transformer_vq.training.checkpoint import checkpoint_folder
 
 SLOW = 10  # times as many cases as by default
 

@@ -1,6 +1,10 @@
 """Progress: lines where there is no terminal, numbers one can read."""
 
 import io
+import logging
+import subprocess
+import sys
+from typing import ClassVar
 
 import pytest
 
@@ -70,3 +74,34 @@ def test_a_closed_stderr_does_not_end_the_work(monkeypatch, is_terminal):
             advance(1, note="going well")
             done += 1
     assert done == 3
+
+
+def test_library_code_is_silent_without_a_reporter():
+    program = (
+        "from transformer_vq import progress\n"
+        "with progress.progress_bar('work', 3, 'steps') as advance:\n"
+        "    advance(1, note='going well')\n"
+        "progress.info('half done')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert (ended.stdout, ended.stderr) == (b"", b"")
+
+
+def test_warnings_without_a_reporter_go_to_the_logger(monkeypatch, caplog):
+    monkeypatch.setattr(progress, "_reporter", None)
+    progress.warn("look at this")
+    assert caplog.record_tuples == [("transformer_vq", logging.WARNING, "look at this")]
+
+
+def test_a_caller_can_pass_a_reporter():
+    class Recorder(progress.TerminalReporter):
+        said: ClassVar[list[str]] = []
+
+        def info(self, message):
+            self.said.append(message)
+
+    with progress.reporting(Recorder()):
+        progress.warn("one")
+        with progress.reporting(None):  # keeps the current reporter
+            progress.info("two")
+    assert Recorder.said == ["one", "two"]

@@ -1,43 +1,130 @@
-"""Transformer-VQ in PyTorch: dense softmax attention in linear time (Lingle, ICLR 2024)."""
+"""Transformer-VQ in PyTorch: dense softmax attention in linear time (Lingle, ICLR 2024).
 
-from transformer_vq.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from transformer_vq.generate import Context, Sampling, generate, read_prompts, stream
-from transformer_vq.interop import load_official
-from transformer_vq.nn.attention import FullAttention, VQAttention
-from transformer_vq.nn.heads import AttentionOutput
-from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
-from transformer_vq.nn.quantizer import CodebookHealth, CodeUsage, VectorQuantizer
-from transformer_vq.ops.ragged import document_ids_from_starts
-from transformer_vq.ops.state import AttentionState
-from transformer_vq.presets import PRESETS
-from transformer_vq.snapshot import load_context, save_context
+Names are imported on first use, so that `tvq --help` does not have to wait for PyTorch.
+"""
 
-__version__ = "0.1.0"
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "PRESETS",
+if TYPE_CHECKING:
+    from transformer_vq.config import (
+        AttentionConfig,
+        DataConfig,
+        ModelConfig,
+        OptimConfig,
+        ParallelConfig,
+        RunConfig,
+        TrainConfig,
+    )
+    from transformer_vq.data.corpus import Corpus, prepare
+    from transformer_vq.errors import UserError
+    from transformer_vq.evaluation import Evaluation
+    from transformer_vq.generation.decode import generate, stream
+    from transformer_vq.generation.prefill import Context, prefill
+    from transformer_vq.generation.sampling import Sampling
+    from transformer_vq.generation.snapshot import load_context, save_context
+    from transformer_vq.interop import load_official
+    from transformer_vq.nn.attention import FullAttention, VQAttention
+    from transformer_vq.nn.heads import AttentionOutput
+    from transformer_vq.nn.model import ModelOutput, TransformerVQ
+    from transformer_vq.nn.quantizer import CodebookHealth, CodeUsage, VectorQuantizer
+    from transformer_vq.nn.state import ModelState
+    from transformer_vq.ops.blockwise import vq_attention
+    from transformer_vq.ops.encoder import encoder_attention
+    from transformer_vq.ops.ragged import document_ids_from_starts
+    from transformer_vq.ops.state import AttentionState
+    from transformer_vq.presets import PRESETS
+    from transformer_vq.progress import Reporter, TerminalReporter
+    from transformer_vq.training.checkpoint import LoadedRun, load_run
+    from transformer_vq.training.evaluate import RunEvaluation, evaluate
+    from transformer_vq.training.loop import TrainingResult
+    from transformer_vq.training.run import resume, train
+
+__version__ = "0.2.0"
+
+_MODULES = {
+    "config": (
+        "AttentionConfig DataConfig ModelConfig OptimConfig ParallelConfig RunConfig TrainConfig"
+    ),
+    "data.corpus": "Corpus prepare",
+    "errors": "UserError",
+    "evaluation": "Evaluation",
+    "generation.decode": "generate stream",
+    "generation.prefill": "Context prefill",
+    "generation.sampling": "Sampling",
+    "generation.snapshot": "load_context save_context",
+    "interop": "load_official",
+    "nn.attention": "FullAttention VQAttention",
+    "nn.heads": "AttentionOutput",
+    "nn.model": "ModelOutput TransformerVQ",
+    "nn.quantizer": "CodeUsage CodebookHealth VectorQuantizer",
+    "nn.state": "ModelState",
+    "ops.blockwise": "vq_attention",
+    "ops.encoder": "encoder_attention",
+    "ops.ragged": "document_ids_from_starts",
+    "ops.state": "AttentionState",
+    "presets": "PRESETS",
+    "progress": "Reporter TerminalReporter",
+    "training.checkpoint": "LoadedRun load_run",
+    "training.evaluate": "RunEvaluation evaluate",
+    "training.loop": "TrainingResult",
+    "training.run": "resume train",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+__all__ = [  # noqa: RUF022
+    "AttentionConfig",
     "AttentionOutput",
     "AttentionState",
     "CodeUsage",
     "CodebookHealth",
     "Context",
+    "Corpus",
     "DataConfig",
+    "Evaluation",
     "FullAttention",
+    "LoadedRun",
     "ModelConfig",
     "ModelOutput",
     "ModelState",
     "OptimConfig",
+    "PRESETS",
+    "ParallelConfig",
+    "Reporter",
     "RunConfig",
+    "RunEvaluation",
     "Sampling",
+    "TerminalReporter",
     "TrainConfig",
+    "TrainingResult",
     "TransformerVQ",
+    "UserError",
     "VQAttention",
     "VectorQuantizer",
     "document_ids_from_starts",
+    "encoder_attention",
+    "evaluate",
     "generate",
     "load_context",
     "load_official",
-    "read_prompts",
+    "load_run",
+    "prefill",
+    "prepare",
+    "resume",
     "save_context",
     "stream",
+    "train",
+    "vq_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

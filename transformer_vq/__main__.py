@@ -1,6 +1,6 @@
 """python -m transformer_vq: the same as tvq."""
 
-from transformer_vq.cli import main
+from transformer_vq.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -3,7 +3,7 @@
 Everything is written under a temporary name and renamed. What decides a result carries a SHA-256:
 safetensors files in their own metadata, JSON files in a field, other files in a JSON file next to
 them. Temporary names are random and created exclusively, so no existing file or symbolic link is
-written through; `remove_leftovers` deletes those of processes that were killed.
+written through; `remove_partial_files` deletes those of processes that were killed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def check_can_write(option: str, path: Path | None, overwrite: bool = False) -> 
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary file to write to; on success it is renamed to `path`."""
     partial = _partial_name(path)
     # Created here, not by the writer, so that every file gets the mode the umask asks for.
@@ -73,7 +73,7 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def folder_written_whole(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill; on success it is renamed to `folder`.
 
     Raises OSError if `folder` exists by then and is not empty.
@@ -88,7 +88,7 @@ def folder_written_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def remove_leftovers(folder: Path) -> None:
+def remove_partial_files(folder: Path) -> None:
     """Delete the temporary files and folders that killed processes left in `folder`.
 
     Call this only while no other process can be writing there.
@@ -105,7 +105,7 @@ def _partial_name(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    with written_whole(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(text)
 
 
@@ -164,7 +164,7 @@ def write_tensors(
     metadata = metadata or {}
     digest = _tensors_digest(tensors, metadata)
     try:
-        with written_whole(path) as partial:
+        with atomic_write(path) as partial:
             save_file(_unshared(tensors), partial, metadata=metadata | {DIGEST: digest})
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error

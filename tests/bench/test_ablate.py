@@ -12,8 +12,8 @@ from helpers import tiny_run
 from transformer_vq.bench import ablate
 from transformer_vq.bench.ablate import Setting
 from transformer_vq.bench.plots import plot_path
-from transformer_vq.checkpoint import read_config
-from transformer_vq.cli import main
+from transformer_vq.cli.main import main
+from transformer_vq.training.checkpoint import read_config
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.step import Trainer
 

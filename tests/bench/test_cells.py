@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from transformer_vq.bench.cells import alone, check_limits, over_time
+from transformer_vq.bench.cells import check_limits, in_subprocess, over_time
 from transformer_vq.bench.steps import Cell, timed_steps
 from transformer_vq.errors import MissingExtraError, UserError, missing_extra
 
@@ -20,11 +20,13 @@ OPTIONS = [x for k, v in SMALL.items() for x in ("--" + k.replace("_", "-"), str
 
 def test_a_cell_over_the_limit_of_memory_is_out_of_memory():
     cell = Cell("shga", "full", "auto", 16_384, **SMALL)
-    assert alone(timed_steps, cell, memory_gb=1.0) == {"failed": "out of memory"}
+    assert in_subprocess(timed_steps, cell, memory_gb=1.0) == {"failed": "out of memory"}
 
 
 def test_a_process_that_takes_too_long_is_ended():
-    assert alone(time.sleep, 600, seconds=0.1) == {"failed": "exceeded the time limit of 0.1 s"}
+    assert in_subprocess(time.sleep, 600, seconds=0.1) == {
+        "failed": "exceeded the time limit of 0.1 s"
+    }
 
 
 def test_the_time_limit_is_reported_as_it_was_given():
@@ -48,20 +50,20 @@ def test_an_error_of_the_user_is_raised_by_the_parent(how, kind):
     with pytest.raises(kind) as here:
         fail(how)
     with pytest.raises(kind) as raised:
-        alone(fail, how)
+        in_subprocess(fail, how)
     assert type(raised.value) is kind
     assert str(raised.value) == str(here.value)
 
 
 def test_a_bug_in_the_subprocess_shows_where_it_happened():
     with pytest.raises(ValueError, match="a bug") as raised:
-        alone(fail, "bug")
+        in_subprocess(fail, "bug")
     assert not isinstance(raised.value, UserError)
     assert any("in fail" in note for note in raised.value.__notes__)
 
 
 def test_limits_may_be_any_finite_number():
-    assert alone(dict, memory_gb=1e300, seconds=1e300) == {}
+    assert in_subprocess(dict, memory_gb=1e300, seconds=1e300) == {}
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf")])

@@ -9,10 +9,10 @@ import torch
 from helpers import tiny_config
 
 from transformer_vq.bench import decode
-from transformer_vq.bench.cells import alone, machine, peak_bytes
+from transformer_vq.bench.cells import in_subprocess, machine, peak_bytes
 from transformer_vq.bench.decode import Cell, measure
 from transformer_vq.bench.plots import plot_record
-from transformer_vq.cli import main
+from transformer_vq.cli.main import main
 from transformer_vq.errors import MissingExtraError
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_the_gpt2_beside_it_is_of_the_same_size():
 
 
 def test_the_command_measures_tells_and_draws(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(decode, "alone", lambda f, *args, memory_gb, seconds: f(*args))
+    monkeypatch.setattr(decode, "in_subprocess", lambda f, *args, memory_gb, seconds: f(*args))
     out = tmp_path / "decode.json"
     options = ["--preset", "tiny", "--contexts", "8", "20", "--batches", "1", "--kinds", "vq"]
     main(["bench", "decode", *options, "--prefills", "30", "--out", str(out), "--json"])
@@ -104,7 +104,7 @@ def test_a_cell_that_exceeds_the_time_limit_is_reported():
 
 
 def test_without_transformers_the_gpt2_baseline_is_rejected_before_measuring(monkeypatch, capsys):
-    monkeypatch.setattr(decode, "alone", None)
+    monkeypatch.setattr(decode, "in_subprocess", None)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SystemExit) as stopped:
         main(["bench", "decode", "--preset", "tiny"])
@@ -115,7 +115,7 @@ def test_without_transformers_the_gpt2_baseline_is_rejected_before_measuring(mon
 
 
 def test_an_existing_output_file_is_replaced_only_on_request(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(decode, "alone", lambda f, *args, **_: {"failed": "out of memory"})
+    monkeypatch.setattr(decode, "in_subprocess", lambda f, *args, **_: {"failed": "out of memory"})
     out = tmp_path / "decode.json"
     out.write_text("kept")
     command = ["bench", "decode", "--preset", "tiny", "--out", str(out)]
@@ -144,11 +144,11 @@ def test_a_process_of_its_own_tells_what_became_of_it():
     held = torch.ones(2 * 10**7)  # 80 MB that are this process's, not the other's
     here = peak_bytes()
     assert here > held.numel() * 4
-    assert 0 < alone(_work, "well")["peak"] < here
-    assert alone(_work, "memory", memory_gb=4) == {"failed": "out of memory"}
-    assert alone(_work, "dies") == {"failed": "exit status 3"}
+    assert 0 < in_subprocess(_work, "well")["peak"] < here
+    assert in_subprocess(_work, "memory", memory_gb=4) == {"failed": "out of memory"}
+    assert in_subprocess(_work, "dies") == {"failed": "exit status 3"}
     with pytest.raises(ValueError, match="a mistake"):
-        alone(_work, "mistake")
+        in_subprocess(_work, "mistake")
 
 
 def test_the_machine_is_named():

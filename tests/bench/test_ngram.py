@@ -8,7 +8,7 @@ import pytest
 from helpers import tiny_run
 
 from transformer_vq.bench.ngram import bits_per_byte
-from transformer_vq.data.corpora import prepare
+from transformer_vq.data.corpus import prepare
 
 
 def by_hand(train, test, order):

@@ -8,9 +8,9 @@ from helpers import tiny_run
 from transformer_vq.bench import compare, demo
 from transformer_vq.bench.plots import plot_path, smooth
 from transformer_vq.errors import UserError
-from transformer_vq.evaluate import evaluate_run
 from transformer_vq.files import write_verified_json
-from transformer_vq.training.runs import train
+from transformer_vq.training.evaluate import evaluate
+from transformer_vq.training.run import train
 
 
 def test_the_demo_prints_three_figures_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
@@ -31,7 +31,7 @@ def test_a_record_of_two_runs_and_its_figure(tmp_path):
     names = {"vq": {}, "full": {"model": {"attention": "full"}}}
     for name, changes in names.items():
         train(tiny_run(tmp_path, **changes), tmp_path / name)
-        facts, _ = evaluate_run(tmp_path / name)
+        facts = evaluate(tmp_path / name).to_dict()
         write_verified_json(tmp_path / name / "evaluation-test.json", facts)
     path = tmp_path / "record.json"
     compare.main([str(tmp_path / "vq"), str(tmp_path / "full"), "--out", str(path)])

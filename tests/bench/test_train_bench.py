@@ -15,7 +15,7 @@ from transformer_vq.bench.cells import over_time
 from transformer_vq.bench.plots import plot_path
 from transformer_vq.bench.sdpa import SdpaAttention, SdpaTransformer, sdpa_flops_per_token
 from transformer_vq.bench.steps import kind, timed_steps
-from transformer_vq.cli import main
+from transformer_vq.cli.main import main
 from transformer_vq.nn.layers import rms_norm
 from transformer_vq.training.step import Trainer
 
@@ -128,7 +128,7 @@ def pretended(seconds, tried, matmul_rates=RATES):
 def test_figures_follow_from_the_timings(monkeypatch):
     seconds = {("auto", 16): [3.0, 2.0, 4.0], ("full", 16): 3.0, ("sdpa", 16): 1.0}
     tried = []
-    monkeypatch.setattr(train, "alone", pretended(seconds, tried))
+    monkeypatch.setattr(train, "in_subprocess", pretended(seconds, tried))
     cells = train.grid(["mha"], ["full", "sdpa", "auto"], [16], batch_size=2, **SHAPE)
     result = train.run(cells, repeats=3)
     rows = {kind(row): row for row in result["rows"]}
@@ -159,7 +159,7 @@ def test_what_cannot_be_done_is_told_and_not_tried_again(monkeypatch):
         ("full", 64): None,
     }
     tried = []
-    monkeypatch.setattr(train, "alone", pretended(seconds, tried))
+    monkeypatch.setattr(train, "in_subprocess", pretended(seconds, tried))
     cells = train.grid(["shga"], ["full", "auto"], [16, 64, 256], **SHAPE)
     result = train.run(cells, repeats=2, time_limit=15.0)
     rows = {(kind(row), row["seq_len"]): row for row in result["rows"]}
@@ -171,12 +171,12 @@ def test_what_cannot_be_done_is_told_and_not_tried_again(monkeypatch):
     assert rows["auto", 64]["over_full"] is None
     assert "| shga | full | 64 | out of memory |" in train.table(result)
     # A failure in a later round leaves what was measured.
-    monkeypatch.setattr(train, "alone", pretended({("auto", 16): [1.0, None]}, []))
+    monkeypatch.setattr(train, "in_subprocess", pretended({("auto", 16): [1.0, None]}, []))
     row = train.run(cells[1:2], repeats=2)["rows"][0]
     assert (kind(row), row["timings"]) == ("auto", [1.0])
     # With recomputation a longer one may fit.
     tried.clear()
-    monkeypatch.setattr(train, "alone", pretended(seconds | {("full", 256): 1.0}, tried))
+    monkeypatch.setattr(train, "in_subprocess", pretended(seconds | {("full", 256): 1.0}, tried))
     longer = [replace(cell, checkpoint_activations=cell.seq_len == 256) for cell in cells]
     train.run(longer, repeats=1, time_limit=1e9)
     assert ("full", 256) in tried
@@ -190,7 +190,7 @@ def test_activations_are_recomputed_where_memory_does_not_suffice(monkeypatch):
         ("full", 1024): {True: None},
     }
     tried = []
-    monkeypatch.setattr(train, "alone", pretended(seconds, tried))
+    monkeypatch.setattr(train, "in_subprocess", pretended(seconds, tried))
     cells = train.grid(["shga"], ["full"], [16, 64, 256, 1024], **SHAPE)
     result = train.run(cells, repeats=2, checkpointing="auto")
     assert [row["checkpoint_activations"] for row in result["rows"]] == [False, True, True, True]
@@ -200,9 +200,9 @@ def test_activations_are_recomputed_where_memory_does_not_suffice(monkeypatch):
     for line in ("| full | 16 | 16 ", "| full * | 64 | 16 ", "| full * | 1,024 | out of memory "):
         assert line in table
     # Or everywhere, or nowhere.
-    monkeypatch.setattr(train, "alone", pretended({("full", 16): {True: 1.0}}, []))
+    monkeypatch.setattr(train, "in_subprocess", pretended({("full", 16): {True: 1.0}}, []))
     assert train.run(cells[:1], checkpointing="on")["rows"][0]["checkpoint_activations"]
-    monkeypatch.setattr(train, "alone", pretended({("full", 64): {False: None}}, []))
+    monkeypatch.setattr(train, "in_subprocess", pretended({("full", 64): {False: None}}, []))
     off = train.run(cells[1:2], checkpointing="off")
     assert off["rows"][0]["failed"] == "out of memory"
     assert "*" not in train.table(off)
@@ -210,7 +210,7 @@ def test_activations_are_recomputed_where_memory_does_not_suffice(monkeypatch):
 
 def test_a_grid_that_is_interrupted_tells_what_it_has(tmp_path, monkeypatch, capsys):
     seconds = {("full", 16): 3.0, ("auto", 16): 2.0, ("full", 64): None}
-    monkeypatch.setattr(train, "alone", pretended(seconds | {("auto", 64): KeyboardInterrupt}, []))
+    monkeypatch.setattr(train, "in_subprocess", pretended(seconds | {("auto", 64): KeyboardInterrupt}, []))
     out = tmp_path / "train.json"
     options = ["--head-types", "shga", "--kinds", "full", "auto", "--lengths", "16", "64"]
     with pytest.raises(SystemExit) as stop:
@@ -231,7 +231,7 @@ def test_the_command_measures_tells_and_draws(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rates, "SHAPES", ((8, 8, 8),))
     monkeypatch.setattr(rates, "PROBE", (8, 8, 8))
     monkeypatch.setattr(rates, "SECONDS", 1e-4)
-    monkeypatch.setattr(train, "alone", lambda f, *args, memory_gb=None, seconds=None: f(*args))
+    monkeypatch.setattr(train, "in_subprocess", lambda f, *args, memory_gb=None, seconds=None: f(*args))
     out = tmp_path / "train.json"
     options = ["--kinds", "full", "sdpa", "auto", "--lengths", "10", "20", "--repeats", "1"]
     main(["bench", "train", *SMALL, *options, "--out", str(out), "--json"])
@@ -251,7 +251,7 @@ def test_the_command_measures_tells_and_draws(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("available", "shown"), [({"fp32": 2e9}, "fp32 2 GFLOP/s"), ({}, "not")])
 def test_a_rate_that_was_not_measured_is_an_empty_column(available, shown, monkeypatch, tmp_path):
-    monkeypatch.setattr(train, "alone", pretended({("auto", 16): 2.0}, [], available))
+    monkeypatch.setattr(train, "in_subprocess", pretended({("auto", 16): 2.0}, [], available))
     result = train.run(train.grid(["shga"], ["auto"], [16], **SHAPE), repeats=1)
     (row,) = result["rows"]
     assert row["share_of_rate"].keys() == available.keys() == result["matmul_flops"].keys()
@@ -268,7 +268,7 @@ def test_a_rate_that_was_not_measured_is_an_empty_column(available, shown, monke
 
 def test_a_grid_is_measured_although_the_rates_exceed_their_time_limit(monkeypatch, capsys):
     failed = {"failed": over_time(120)}
-    monkeypatch.setattr(train, "alone", pretended({("auto", 16): 2.0}, [], failed))
+    monkeypatch.setattr(train, "in_subprocess", pretended({("auto", 16): 2.0}, [], failed))
     result = train.run(train.grid(["shga"], ["auto"], [16], **SHAPE), repeats=1)
     assert result["matmul_flops"] == result["rows"][0]["share_of_rate"] == {}
     assert over_time(120) in capsys.readouterr().err
@@ -282,7 +282,7 @@ def test_every_subprocess_of_a_grid_has_a_time_limit(monkeypatch):
         limits.append(seconds)
         return measure(*arguments, **options)
 
-    monkeypatch.setattr(train, "alone", noted)
+    monkeypatch.setattr(train, "in_subprocess", noted)
     train.run(train.grid(["shga"], ["auto"], [16], **SHAPE), repeats=2, time_limit=5.0)
     assert limits == [rates.TIME_LIMIT, train.START + 15.0, train.START + 15.0]
 
@@ -290,7 +290,7 @@ def test_every_subprocess_of_a_grid_has_a_time_limit(monkeypatch):
 def test_a_cell_longer_than_one_that_exceeded_the_time_limit_is_not_tried(monkeypatch):
     tried = []
     failed = over_time(train.START + 15.0)
-    monkeypatch.setattr(train, "alone", pretended({("full", 16): failed}, tried))
+    monkeypatch.setattr(train, "in_subprocess", pretended({("full", 16): failed}, tried))
     cells = train.grid(["shga"], ["full"], [16, 64, 256], **SHAPE)
     result = train.run(cells, repeats=2, time_limit=5.0)
     assert tried == [("full", 16)]
@@ -301,7 +301,7 @@ def test_a_cell_longer_than_one_that_exceeded_the_time_limit_is_not_tried(monkey
 def test_the_quick_form_is_a_small_grid(monkeypatch, capsys):
     seconds = {(name, n): 1.0 for name in train.KINDS for n in train.LENGTHS}
     tried = []
-    monkeypatch.setattr(train, "alone", pretended(seconds, tried))
+    monkeypatch.setattr(train, "in_subprocess", pretended(seconds, tried))
     main(["bench", "train", *SMALL, "--quick", "--head-types", "shga"])
     assert tried == [(k, n) for n in (2048, 8192) for k in ("full", "auto", "sdpa")] * 2
     tried.clear()
@@ -322,7 +322,7 @@ def test_a_document_step_that_fails_is_told():
 
 
 def test_documents_of_no_tokens_are_rejected(monkeypatch, capsys):
-    monkeypatch.setattr(train, "alone", None)
+    monkeypatch.setattr(train, "in_subprocess", None)
     with pytest.raises(SystemExit) as stopped:
         main(["bench", "documents", *SMALL, "--document-len", "0"])
     assert stopped.value.code == 2
@@ -345,7 +345,7 @@ def test_documents_of_no_tokens_are_rejected(monkeypatch, capsys):
     ],
 )
 def test_a_mistake_is_one_line_and_measures_nothing(options, message, capsys, monkeypatch):
-    monkeypatch.setattr(train, "alone", None)
+    monkeypatch.setattr(train, "in_subprocess", None)
     with pytest.raises(SystemExit) as stopped:
         main(["bench", "train", *SMALL, *options])
     assert stopped.value.code == 2

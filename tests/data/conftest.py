@@ -3,8 +3,8 @@
 import pytest
 
 from transformer_vq.config import DataConfig
-from transformer_vq.data.source import SPLITS
-from transformer_vq.data.tokenizer import train_sentencepiece
+from transformer_vq.data.sources.base import SPLITS
+from transformer_vq.data.tokenizers import train_sentencepiece
 
 BOOK = b"".join(b"%d green bottles\n" % i for i in range(50))
 

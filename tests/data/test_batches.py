@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transformer_vq.data.batches import Batch, TrainingBatches, cuts_documents, read_rows
-from transformer_vq.data.corpora import Split, SplitSize
-from transformer_vq.data.source import DataError
+from transformer_vq.data.corpus import Split, SplitSize
+from transformer_vq.data.sources.base import DataError
 
 BOS = 7_000_000
 FIELDS = ("tokens", "targets", "positions", "valid", "document_ids")

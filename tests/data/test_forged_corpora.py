@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from transformer_vq.data import verification
-from transformer_vq.data.corpora import Corpus, prepare
-from transformer_vq.data.source import DataError
+from transformer_vq.data.corpus import Corpus, prepare
+from transformer_vq.data.sources.base import DataError
 from transformer_vq.files import read_verified_json, write_verified_json
 
 

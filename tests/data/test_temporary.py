@@ -9,14 +9,14 @@ import pytest
 
 from transformer_vq.config import DataConfig
 from transformer_vq.data import temporary
-from transformer_vq.data.corpora import prepare
+from transformer_vq.data.corpus import prepare
 
 CONTENT = b"".join(b"%d green bottles\n" % i for i in range(50))
 # Prepares a text, and blocks in the middle of it until it is killed.
 BLOCKED = """
 import sys, time
 from transformer_vq.config import DataConfig
-from transformer_vq.data import corpora
+from transformer_vq.data import corpus as corpora
 
 def block(source, dataset, folder):
     (folder / ".vocabulary-x.partial").mkdir()
@@ -60,8 +60,8 @@ def test_leftovers_are_deleted_once_their_process_is_killed(text, tmp_path):
 def test_a_temporary_folder_in_use_is_kept(tmp_path):
     corpus = tmp_path / "text-0123456789abcdef"
     other = tmp_path / "text-fedcba9876543210"
-    with temporary.locked_folder_written_whole(corpus) as live:
-        with temporary.locked_folder_written_whole(other) as partial:
+    with temporary.locked_atomic_folder(corpus) as live:
+        with temporary.locked_atomic_folder(other) as partial:
             (partial / "file").write_text("x")
         assert live.is_dir()
         (live / "file").write_text("y")

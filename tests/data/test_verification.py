@@ -5,9 +5,10 @@ import shutil
 
 import pytest
 
-from transformer_vq.data import corpora, verification
-from transformer_vq.data.corpora import Corpus, prepare
-from transformer_vq.data.source import SPLITS, DataError
+from transformer_vq.data import corpus as corpora
+from transformer_vq.data import verification
+from transformer_vq.data.corpus import Corpus, prepare
+from transformer_vq.data.sources.base import SPLITS, DataError
 from transformer_vq.files import file_digest, read_verified_json, write_verified_json
 
 FILES = [f"{split}.{ending}" for split in SPLITS for ending in ("bin", "starts.npy")]

@@ -10,14 +10,14 @@ import torch
 from helpers import tiny_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from transformer_vq.checkpoint import CheckpointError, load_model
-from transformer_vq.cli import main
+from transformer_vq.cli.main import main
 from transformer_vq.config import DataConfig
-from transformer_vq.data.tokenizer import load_tokenizer
-from transformer_vq.generate import generate
+from transformer_vq.data.tokenizers import load_tokenizer
+from transformer_vq.generation.decode import generate
 from transformer_vq.hf import TransformerVQForCausalLM
 from transformer_vq.hf.export import export
-from transformer_vq.training.runs import train
+from transformer_vq.training.checkpoint import CheckpointError, load_model
+from transformer_vq.training.run import train
 
 README = Path(__file__).parents[2] / "README.md"
 FILES = {
@@ -105,11 +105,11 @@ def test_what_fails_leaves_nothing(run, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_pictures_have_no_tokenizer(run, tmp_path, monkeypatch):
+def test_images_have_no_tokenizer(run, tmp_path, monkeypatch):
     config = tiny_run(tmp_path)
     monkeypatch.setattr(
         "transformer_vq.hf.export.read_config",
-        lambda run: replace(config, data=DataConfig("pictures")),
+        lambda run: replace(config, data=DataConfig("images")),
     )
     export(run, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES - {"tokenizer_config.json"}

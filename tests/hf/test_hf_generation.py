@@ -6,7 +6,7 @@ from helpers import assert_close, tiny_config
 from transformers import TextStreamer, pipeline
 
 from transformer_vq import TransformerVQ
-from transformer_vq.generate import generate
+from transformer_vq.generation.decode import generate
 from transformer_vq.hf import TransformerVQForCausalLM, TransformerVQTokenizer
 
 PROMPT = [0, 72, 101, 108, 108, 111, 44, 32]

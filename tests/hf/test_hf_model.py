@@ -135,7 +135,7 @@ def test_only_some_logits_can_be_kept(model, core, keep):
 
 @pytest.mark.parametrize("n_last", [1, 9])
 def test_long_prompts_are_read_in_pieces(model, core, monkeypatch, n_last):
-    monkeypatch.setattr(modeling_transformer_vq, "SEGMENT", 7)
+    monkeypatch.setattr(modeling_transformer_vq, "SEGMENT_LEN", 7)
     mask = torch.ones_like(TOKENS)
     mask[1, :17] = 0
     want = core(TOKENS, valid=mask.bool())

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from transformer_vq.data.tokenizer import (
+from transformer_vq.data.tokenizers import (
     MODEL_FILE,
     ByteTokenizer,
     SentencePieceTokenizer,

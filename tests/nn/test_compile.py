@@ -8,7 +8,7 @@ import torch
 from helpers import assert_close, tiny_config, tiny_model
 
 from transformer_vq import TransformerVQ
-from transformer_vq.nn.decoder import Decoder
+from transformer_vq.generation.decoder import Decoder
 
 
 @pytest.fixture(autouse=True)

@@ -56,15 +56,15 @@ def test_packed_documents_equal_each_run_alone(head_type, attention, lengths, cu
     x = tokens(1, total)
     ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
     logits, outputs = run(model, x, sorted(c for c in cuts if c < total), document_ids=ids)
-    alone = [model(part) for part in x.split(lengths, dim=1)]
-    assert_close("logits", logits, torch.cat([output.logits for output in alone], dim=1))
-    for got, want in zip(total_usage(outputs), total_usage(alone), strict=True):
+    separate = [model(part) for part in x.split(lengths, dim=1)]
+    assert_close("logits", logits, torch.cat([output.logits for output in separate], dim=1))
+    for got, want in zip(total_usage(outputs), total_usage(separate), strict=True):
         assert torch.equal(got.count, want.count)
         assert_close("usage", got.sum, want.sum)
     if attention == "vq":
         sizes = [output.logits.shape[1] for output in outputs]
         got_loss = sum(o.commit_loss * n for o, n in zip(outputs, sizes, strict=True))
-        want_loss = sum(o.commit_loss * n for o, n in zip(alone, lengths, strict=True))
+        want_loss = sum(o.commit_loss * n for o, n in zip(separate, lengths, strict=True))
         assert_close("commit loss", got_loss, want_loss)
 
 
@@ -87,16 +87,16 @@ def test_a_padded_batch_equals_its_rows_run_alone(head_type, attention, side, cu
         valid = torch.arange(26) < torch.randint(1, 27, (3, 1), generator=generator)
         valid = valid.flip(1) if side == "left" else valid
     logits, outputs = run(model, x.masked_fill(~valid, -100), sorted(cuts), valid=valid)
-    alone = [model(x[row][valid[row]][None]) for row in range(3)]
-    for row, want in enumerate(alone):
+    separate = [model(x[row][valid[row]][None]) for row in range(3)]
+    for row, want in enumerate(separate):
         assert_close("row", logits[row][valid[row]], want.logits[0])
     assert outputs[-1].state.position.tolist() == valid.sum(1).tolist()
-    for got, want in zip(total_usage(outputs), total_usage(alone), strict=True):
+    for got, want in zip(total_usage(outputs), total_usage(separate), strict=True):
         assert torch.equal(got.count, want.count)
         assert_close("usage", got.sum, want.sum)
     if attention == "vq" and not cuts:
         n_tokens = valid.sum(1).tolist()
-        want_loss = sum(o.commit_loss * n for o, n in zip(alone, n_tokens, strict=True))
+        want_loss = sum(o.commit_loss * n for o, n in zip(separate, n_tokens, strict=True))
         assert_close("commit loss", outputs[0].commit_loss, want_loss / sum(n_tokens))
 
 

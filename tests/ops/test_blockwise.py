@@ -102,13 +102,13 @@ def test_without_gradient_through_the_cache_old_values_get_none(reduction, cuts)
     got, _ = run(inputs, cuts, reduction=reduction, grad_through_cache=False)
     assert_close("output", got, reference(inputs))
     starts = block_starts(27, L, cuts)
-    in_sight = torch.arange(27)[None, :] >= starts[:, None] - L
+    visible_keys = torch.arange(27)[None, :] >= starts[:, None] - L
     bias = distance_bias(inputs.by_distance, L)
     scores = torch.einsum("bhgik,bhjk->bhgij", inputs.q, inputs.k_hat)
     stopped = torch.einsum("bhgik,bhjk->bhgij", inputs.q, inputs.k_hat.detach())
-    weights = (torch.where(in_sight, scores, stopped) + bias).softmax(-1)
-    want = torch.einsum("bhgij,bhjv->bhgiv", weights * in_sight, inputs.v)
-    want = want + torch.einsum("bhgij,bhjv->bhgiv", weights * ~in_sight, inputs.v.detach())
+    weights = (torch.where(visible_keys, scores, stopped) + bias).softmax(-1)
+    want = torch.einsum("bhgij,bhjv->bhgiv", weights * visible_keys, inputs.v)
+    want = want + torch.einsum("bhgij,bhjv->bhgiv", weights * ~visible_keys, inputs.v.detach())
     assert_same_gradients(inputs.leaves(), got, want)
 
 
@@ -141,10 +141,10 @@ def test_a_row_that_is_reset_begins_a_new_sequence_beside_the_others():
     state = state.reset(torch.tensor([False, True, False]))
     assert state.position.tolist() == [11, 0, 11]
     got, state = vq_attention(*inputs.part(11, 20), state)
-    alone, _ = vq_attention(*inputs.part(11, 20), inputs.empty_state())
+    separate, _ = vq_attention(*inputs.part(11, 20), inputs.empty_state())
     want = reference(inputs)[..., 11:, :]
     assert_close("rows that go on", got[[0, 2]], want[[0, 2]])
-    assert_close("row that begins", got[1], alone[1])
+    assert_close("row that begins", got[1], separate[1])
     assert state.position.tolist() == [20, 9, 20]
 
 

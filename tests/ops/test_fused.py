@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from transformer_vq.ops import fused, tiles
 from transformer_vq.ops.blockwise import vq_attention
-from transformer_vq.ops.ragged import read_layout
+from transformer_vq.ops.ragged import read_packing
 
 HEADS = {"shga": (1, 1), "mqa": (1, 3), "mha": (3, 1)}
 
@@ -21,7 +21,7 @@ def run(inputs, reduction, cuts=(), *, starts=None, valid=None, cache=True, **op
     state, outputs = inputs.empty_state(cache), []
     ids = None if starts is None else starts.cumsum(1)
     for start, stop in pairwise([0, *cuts, inputs.q.shape[-2]]):
-        layout = read_layout(
+        layout = read_packing(
             state,
             stop - start,
             None if valid is None else valid[:, start:stop],

@@ -1,4 +1,4 @@
-"""Padding and documents in linear time: each document, each padded row, as if it stood alone."""
+"""Padding and documents in linear time: each document, each padded row, as if it stood separate."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.quadratic import quadratic_vq_attention
-from transformer_vq.ops.ragged import Layout, document_ids_from_starts, read_layout
+from transformer_vq.ops.ragged import Packing, document_ids_from_starts, read_packing
 
 REDUCTIONS = ["auto", "serial", "matmul", "associative", "input_scan"]
 HEADS = {"shga": (1, 1), "mqa": (1, 2), "mha": (2, 1)}
@@ -53,7 +53,7 @@ def run(inputs, cuts, *, document_ids=None, valid=None, cache=True, **options):
     for start, stop in pairwise([0, *cuts, inputs.q.shape[-2]]):
         ids = None if document_ids is None else document_ids[:, start:stop]
         counted = None if valid is None else valid[:, start:stop]
-        layout = read_layout(state, stop - start, counted, ids)
+        layout = read_packing(state, stop - start, counted, ids)
         q, k_hat, z, v, codebook, by_distance = inputs.part(start, stop)
         if layout is not None and layout.order is not None:
             order = layout.order
@@ -92,12 +92,12 @@ def test_packed_documents_equal_each_run_alone(lengths, cuts, reduction, heads, 
     for row, row_lengths in enumerate(lengths):
         start = 0
         for length in row_lengths:
-            alone = rows_of(inputs, row, torch.arange(start, start + length))
-            want = reference(alone, window_only=not cache)
+            separate = rows_of(inputs, row, torch.arange(start, start + length))
+            want = reference(separate, window_only=not cache)
             assert_close("document", got[row : row + 1, ..., start : start + length, :], want)
             start += length
         # The state holds the last document and nothing else.
-        _, want_state = run(alone, (), cache=cache)
+        _, want_state = run(separate, (), cache=cache)
         assert int(state.position[row]) == length
         recent = min(length, L)
         assert torch.equal(state.v[row, :, L - recent :], want_state.v[0, :, L - recent :])
@@ -176,7 +176,7 @@ def test_starts_become_ids_that_go_on_across_segments():
     state, parts = inputs.empty_state(), []
     for start, stop in ((0, 5), (5, 7), (7, 10)):
         ids = document_ids_from_starts(starts[:, start:stop], state.document)
-        layout = read_layout(state, stop - start, None, ids)
+        layout = read_packing(state, stop - start, None, ids)
         output, state = vq_attention(*inputs.part(start, stop), state, layout=layout)
         state = replace(state, document=layout.document)
         parts.append(output)
@@ -184,17 +184,17 @@ def test_starts_become_ids_that_go_on_across_segments():
 
 
 def test_plain_input_has_no_layout():
-    assert read_layout(attention_inputs(3).empty_state(), 3) is None
+    assert read_packing(attention_inputs(3).empty_state(), 3) is None
 
 
 def test_gather_and_scatter_are_inverse_but_for_padding():
     valid = torch.tensor([[False, True, True, False], [True, False, True, True]])
     state = attention_inputs(4).empty_state()
-    layout = read_layout(state, 4, valid)
+    layout = read_packing(state, 4, valid)
     x = torch.randn(2, 4, 3)
     assert torch.equal(layout.gather(x)[0, :2], x[0, 1:3])
     assert torch.equal(layout.scatter(layout.gather(x)), x * valid[..., None])
-    assert Layout(torch.zeros(2, 4)).valid is None
+    assert Packing(torch.zeros(2, 4)).valid is None
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_gather_and_scatter_are_inverse_but_for_padding():
 )
 def test_malformed_or_contradictory_input_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        read_layout(attention_inputs(3).empty_state(), 3, **arguments)
+        read_packing(attention_inputs(3).empty_state(), 3, **arguments)
 
 
 def test_documents_after_a_state_without_documents_are_refused():
@@ -218,12 +218,12 @@ def test_documents_after_a_state_without_documents_are_refused():
     _, state = vq_attention(*inputs.part(0, 3), inputs.empty_state())
     ids = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="not known whether its document goes on"):
-        read_layout(state, 3, None, ids)
-    assert read_layout(state.reset(torch.tensor([True, True])), 3, None, ids) is not None
+        read_packing(state, 3, None, ids)
+    assert read_packing(state.reset(torch.tensor([True, True])), 3, None, ids) is not None
 
 
 def test_a_document_that_comes_back_in_a_later_segment_is_refused():
     inputs = attention_inputs(6, block_len=L)
     _, state = run(inputs, (), document_ids=torch.full((2, 6), 5))
     with pytest.raises(ValueError, match="comes back"):
-        read_layout(state, 2, None, torch.tensor([[5, 6], [6, 5]]))
+        read_packing(state, 2, None, torch.tensor([[5, 6], [6, 5]]))

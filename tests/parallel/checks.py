@@ -14,9 +14,9 @@ from transformer_vq import TransformerVQ
 from transformer_vq.config import OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.parallel.world import World
-from transformer_vq.sizes import sizes
 from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.runs import resume, train
+from transformer_vq.training.run import resume, train
+from transformer_vq.training.sizes import sizes
 from transformer_vq.training.step import Trainer
 
 EXACT = 1e-10
@@ -74,12 +74,12 @@ def whole(x):
 
 def assert_same(one, many, tolerance=EXACT):
     """Gradients, weights, codebooks, moments and carried states."""
-    for name, p in one.plan.parameters.items():
-        got = many.plan.parameters[name]
+    for name, p in one.strategy.parameters.items():
+        got = many.strategy.parameters[name]
         if p.grad.norm() > 1e-12:  # the first codebook has not been used for all distances
             assert_close(f"gradient of {name}", whole(got.grad), p.grad, tolerance)
-    model, tensors = many.plan.whole_model(), many.tensors()
-    if not many.world.is_first:
+    model, tensors = many.strategy.whole_model(), many.tensors()
+    if not many.world.is_rank_zero:
         return
     got = model.state_dict()
     for name, x in one.model.state_dict().items():
@@ -192,7 +192,7 @@ def check_memory_by_arithmetic(folder):
             config = replace(run_config(even), parallel=layout)
             many = trainer(config, layout, torch.float32)
             update(many, windows(config, 1)[0], 0)
-            got = sum(local(p).numel() for p in many.plan.parameters.values())
+            got = sum(local(p).numel() for p in many.strategy.parameters.values())
             kept = [x for s in many.optimizer.state.values() for x in s.values() if x.ndim]
             assert sum(local(x).numel() for x in kept) == 2 * got
             assert sizes(config).optimizer_bytes == 4 * 2 * got

@@ -4,9 +4,9 @@ import pytest
 from checks import losses, tiny
 from worlds import checks_for, run_checks
 
-from transformer_vq.checkpoint import load_model
 from transformer_vq.config import ParallelConfig
-from transformer_vq.training.runs import resume, train
+from transformer_vq.training.checkpoint import load_model
+from transformer_vq.training.run import resume, train
 
 SIZES = (2, 4)
 

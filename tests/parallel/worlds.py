@@ -18,7 +18,7 @@ SECONDS = 240
 IMPORTED_ONCE = [
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
-    "transformer_vq.training.runs",
+    "transformer_vq.training.run",
 ]
 
 

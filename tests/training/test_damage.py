@@ -7,14 +7,14 @@ import torch
 from helpers import interrupt_after, losses, tiny_run
 
 from transformer_vq import files
-from transformer_vq.checkpoint import (
+from transformer_vq.training.checkpoint import (
     CheckpointError,
     checkpoint_folder,
     checkpoint_steps,
     load_model,
 )
 from transformer_vq.training.loop import TrainingError
-from transformer_vq.training.runs import resume, train
+from transformer_vq.training.run import resume, train
 from transformer_vq.training.step import Trainer
 
 

@@ -16,7 +16,13 @@ import torch
 from helpers import interrupt_after, losses, tiny_run
 
 from transformer_vq import TransformerVQ
-from transformer_vq.checkpoint import (
+from transformer_vq.data.corpus import prepare
+from transformer_vq.data.tokenizers import ByteTokenizer
+from transformer_vq.evaluation import score
+from transformer_vq.files import write_json
+from transformer_vq.training import loop
+from transformer_vq.training import run as runs
+from transformer_vq.training.checkpoint import (
     CheckpointError,
     checkpoint_steps,
     load_model,
@@ -24,13 +30,8 @@ from transformer_vq.checkpoint import (
     read_config,
     write_config,
 )
-from transformer_vq.data.corpora import prepare
-from transformer_vq.data.tokenizer import ByteTokenizer
-from transformer_vq.evaluate import evaluate
-from transformer_vq.files import write_json
-from transformer_vq.training import loop, runs
 from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.runs import resume, train
+from transformer_vq.training.run import resume, train
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -54,14 +55,14 @@ def test_a_signal_saves_and_resuming_twice_gives_the_same_losses(tmp_path, monke
 def test_a_signal_during_validation_does_not_wait_for_it_and_loses_nothing(tmp_path, monkeypatch):
     config = tiny_run(tmp_path)
     train(config, tmp_path / "whole")
-    evaluate = loop.evaluate
+    score = loop.score
 
     def signalled(*args, **kwargs):
         os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(*args, **kwargs)
+        return score(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "evaluate", signalled)
+        patch.setattr(loop, "score", signalled)
         result = train(config, tmp_path / "cut")
     assert (result.step, result.finished) == (4, False)
     assert all(kind == "train" for kind, _, _ in losses(tmp_path / "cut"))
@@ -90,7 +91,7 @@ def test_killed_at_a_random_moment_and_resumed(tmp_path):
     program = (
         "import json, sys; from pathlib import Path; import torch\n"
         "from transformer_vq.config import RunConfig\n"
-        "from transformer_vq.training.runs import resume, train\n"
+        "from transformer_vq.training.run import resume, train\n"
         "torch.use_deterministic_algorithms(True)\n"
         "run = Path(sys.argv[1])\n"
         "if (run / 'config.json').exists(): resume(run)\n"
@@ -171,7 +172,7 @@ def test_evaluation_draws_no_random_number(tmp_path):
     config = tiny_run(tmp_path, model={"codebook_init": "keys", "revive_below": 0.5})
     model = TransformerVQ(config.model).train()
     before = torch.get_rng_state()
-    evaluate(model, prepare(config.data).split("validation"), seq_len=48, window=16)
+    score(model, prepare(config.data).split("validation"), seq_len=48, window=16)
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -36,14 +36,14 @@ from interruptions import (
 )
 
 from transformer_vq import TransformerVQ
-from transformer_vq.checkpoint import checkpoint_steps, newest_checkpoint
-from transformer_vq.cli import main
+from transformer_vq.cli.main import main
 from transformer_vq.config import RunConfig
 from transformer_vq.files import read_tensors
 from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
 from transformer_vq.presets import PRESETS
-from transformer_vq.training.loop import Result
-from transformer_vq.training.runs import resume, train
+from transformer_vq.training.checkpoint import checkpoint_steps, newest_checkpoint
+from transformer_vq.training.loop import TrainingResult
+from transformer_vq.training.run import resume, train
 
 TINY = PRESETS["tiny"]
 
@@ -131,7 +131,7 @@ def _tensors(run: Path) -> dict[str, bytes]:
     return {f"{part}/{k}": x.numpy().tobytes() for part, xs in named.items() for k, x in xs.items()}
 
 
-def _in_child(run: Callable[[], Result | None], *hooks: Callable[[], None]) -> Ended:
+def _in_child(run: Callable[[], TrainingResult | None], *hooks: Callable[[], None]) -> Ended:
     """Run in a forked child, which ends with the same statuses as the command line."""
 
     def child() -> None:

@@ -11,16 +11,17 @@ import torch
 from helpers import losses, tiny_run
 
 from transformer_vq import TransformerVQ
-from transformer_vq.checkpoint import (
+from transformer_vq.errors import UserError
+from transformer_vq.training import loop
+from transformer_vq.training import run as runs
+from transformer_vq.training.checkpoint import (
     CheckpointError,
     checkpoint_steps,
     load_model,
     read_config,
 )
-from transformer_vq.errors import UserError
-from transformer_vq.training import loop, runs
 from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.runs import train
+from transformer_vq.training.run import train
 
 
 def test_a_run_leaves_all_its_files(tmp_path):
@@ -44,7 +45,7 @@ def test_a_run_leaves_all_its_files(tmp_path):
 
 def test_codebooks_are_looked_at_only_when_it_is_logged(tmp_path, monkeypatch):
     steps, notes = [], []
-    health, update = loop._health, loop.Sitting._update
+    health, update = loop._health, loop.TrainingLoop._update
 
     def counted(seen):
         steps.append(len(notes) + 1)
@@ -55,7 +56,7 @@ def test_codebooks_are_looked_at_only_when_it_is_logged(tmp_path, monkeypatch):
         return notes[-1]
 
     monkeypatch.setattr(loop, "_health", counted)
-    monkeypatch.setattr(loop.Sitting, "_update", noted)
+    monkeypatch.setattr(loop.TrainingLoop, "_update", noted)
     train(tiny_run(tmp_path, train={"log_every": 4}), tmp_path / "run")
     assert steps == [4, 8]
     shares = {

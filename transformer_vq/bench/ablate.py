@@ -16,14 +16,14 @@ from typing import Any
 
 from transformer_vq.bench.cells import machine, synchronize
 from transformer_vq.bench.steps import trainer_and_batches
-from transformer_vq.checkpoint import read_config
 from transformer_vq.config import RunConfig
+from transformer_vq.device import find_device
 from transformer_vq.errors import UserError
-from transformer_vq.nn.device import find_device
 from transformer_vq.presets import PRESETS
-from transformer_vq.progress import warn
+from transformer_vq.progress import info
+from transformer_vq.training.checkpoint import read_config
 from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.runs import train_or_resume
+from transformer_vq.training.run import train_or_resume
 
 _TINY = PRESETS["tiny"]
 
@@ -79,7 +79,7 @@ def train_all(base: RunConfig, out: Path, codes: Sequence[int], seeds: int) -> i
     todo = [(setting, seed) for seed in range(seeds) for setting in settings(base, codes)]
     configs = [setting.config(base, seed) for setting, seed in todo]  # checked before any begins
     for number, ((setting, seed), config) in enumerate(zip(todo, configs, strict=True), start=1):
-        warn(f"[{number}/{len(todo)}] {setting.name}, seed {seed}")
+        info(f"[{number}/{len(todo)}] {setting.name}, seed {seed}")
         result = train_or_resume(config, _folder(out, setting, seed))
         if not result.finished:
             return result.stopped_by

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
+from transformer_vq.device import keep_freed_memory
 from transformer_vq.errors import UserError, is_out_of_memory
-from transformer_vq.nn.device import keep_freed_memory
 
 Measure = Callable[..., dict[str, Any]]
 
@@ -31,7 +31,7 @@ SECONDS_TO_END = 10
 LONGEST_WAIT = 1e6  # seconds, 11 days; poll() rejects timeouts above 24 days
 
 
-def alone(
+def in_subprocess(
     measure: Measure,
     *arguments: Any,
     memory_gb: float | None = None,

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from transformer_vq.bench import run_main
-from transformer_vq.checkpoint import read_config
 from transformer_vq.errors import UserError
 from transformer_vq.files import check_can_write, read_verified_json, write_json
-from transformer_vq.sizes import sizes
+from transformer_vq.training.checkpoint import read_config
 from transformer_vq.training.metrics import read_metrics
+from transformer_vq.training.sizes import sizes
 
 POINTS = 150  # of a training curve that are kept
 KEPT = ("kind", "step", "bits_per_byte", "share_in_use", "relative_error")

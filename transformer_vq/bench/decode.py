@@ -18,15 +18,22 @@ from typing import Any, Literal
 
 import torch
 
-from transformer_vq.bench.cells import alone, best_seconds, check_limits, machine, peak_bytes
+from transformer_vq.bench.cells import (
+    best_seconds,
+    check_limits,
+    in_subprocess,
+    machine,
+    peak_bytes,
+)
 from transformer_vq.config import ModelConfig
 from transformer_vq.errors import missing_extra
-from transformer_vq.generate import SEGMENT, Context, read_prompts
-from transformer_vq.nn.decoder import Decoder
-from transformer_vq.nn.model import ModelState, TransformerVQ
+from transformer_vq.generation.decoder import Decoder
+from transformer_vq.generation.prefill import SEGMENT_LEN, Context, prefill
+from transformer_vq.generation.snapshot import load_context, save_context
+from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.state import AttentionState
 from transformer_vq.progress import progress_bar
-from transformer_vq.snapshot import load_context, save_context
 
 Kind = Literal["vq", "full", "gpt2"]
 ROUNDS = 5
@@ -85,11 +92,11 @@ def run(
             if (needed := state_bytes(config, cell)) > 0.8e9 * memory_gb:
                 row: dict[str, Any] = {"failed": f"a state of {needed / 1e9:.0f} GB"}
             else:
-                row = alone(measure, config, cell, device, Path(folder), **limits)
+                row = in_subprocess(measure, config, cell, device, Path(folder), **limits)
             rows.append(asdict(cell) | row)
             advance(1, note=f"{cell.kind}, {cell.context:,} tokens, batch {cell.batch}")
         for n_tokens in prefills:
-            row = alone(measure_reading, config, n_tokens, device, **limits)
+            row = in_subprocess(measure_reading, config, n_tokens, device, **limits)
             reading.append({"context": n_tokens} | row)
             advance(1, note=f"reading {n_tokens:,} tokens")
     what = f"decoding, {n_parameters(config):,} parameters, float32"
@@ -188,9 +195,9 @@ def _prepare(config: ModelConfig, cell: Cell, room: int, folder: Path) -> Prepar
 def _read(model: TransformerVQ, n_tokens: int) -> Context:
     """What a model has after so many random tokens, never more of them in memory than needed."""
     context = None
-    for start in range(0, n_tokens, SEGMENT):
-        tokens = torch.randint(model.config.vocab_size, (min(SEGMENT, n_tokens - start),))
-        context = read_prompts(model, [tokens.tolist()], context)
+    for start in range(0, n_tokens, SEGMENT_LEN):
+        tokens = torch.randint(model.config.vocab_size, (min(SEGMENT_LEN, n_tokens - start),))
+        context = prefill(model, [tokens.tolist()], context)
     assert context is not None
     return context
 

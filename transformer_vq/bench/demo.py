@@ -16,14 +16,14 @@ from transformer_vq.bench import run_main
 from transformer_vq.bench.equality import differences
 from transformer_vq.bench.ngram import bits_per_byte
 from transformer_vq.bench.plots import plot_path
-from transformer_vq.checkpoint import load_model, read_config
-from transformer_vq.data.corpora import prepare
-from transformer_vq.data.tokenizer import load_tokenizer
-from transformer_vq.evaluate import evaluate_run
+from transformer_vq.data.corpus import prepare
+from transformer_vq.data.tokenizers import load_tokenizer
 from transformer_vq.files import write_json
-from transformer_vq.generate import generate
+from transformer_vq.generation.decode import generate
 from transformer_vq.presets import PRESETS
-from transformer_vq.training.runs import resume, train
+from transformer_vq.training.checkpoint import load_model, read_config
+from transformer_vq.training.evaluate import evaluate
+from transformer_vq.training.run import resume, train
 
 PROMPT = "import os\n\ndef "
 
@@ -78,7 +78,7 @@ def table(figures: dict[str, Any]) -> str:
 def _measure(run: Path) -> dict[str, Any]:
     """The test split by three models, and a sample of text."""
     config = read_config(run)
-    _, (windowed,) = evaluate_run(run, protocols=["windowed"])
+    windowed = evaluate(run, protocols=["windowed"]).protocols["windowed"]
     counting = bits_per_byte(prepare(config.data))
     model, _ = load_model(run)
     tokenizer = load_tokenizer(run)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from transformer_vq.data.corpora import Corpus
+from transformer_vq.data.corpus import Corpus
 from transformer_vq.errors import UserError
 
 N = 256

@@ -17,7 +17,13 @@ from typing import Any
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from transformer_vq.bench.cells import OUT_OF_MEMORY, alone, check_limits, machine, synchronize
+from transformer_vq.bench.cells import (
+    OUT_OF_MEMORY,
+    check_limits,
+    in_subprocess,
+    machine,
+    synchronize,
+)
 from transformer_vq.bench.steps import trainer_and_batches
 from transformer_vq.config import ModelConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import TrainingBatches
@@ -67,7 +73,7 @@ def run(config: RunConfig, steps: int = 4, time_limit: float = 600.0) -> dict[st
     check_limits(time_limit=time_limit)
     # The profiler announces itself on stderr, unless told otherwise before torch is loaded.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-    result = alone(measure, config, steps, seconds=time_limit)
+    result = in_subprocess(measure, config, steps, seconds=time_limit)
     if "failed" in result:
         fix = "a smaller batch or model"
         if result["failed"] != OUT_OF_MEMORY:

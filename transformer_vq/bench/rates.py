@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from transformer_vq.bench.cells import synchronize
-from transformer_vq.nn.device import has_fast_bf16
+from transformer_vq.device import has_fast_bf16
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PROBE = (256, 256, 256)

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from transformer_vq.config import ModelConfig
 from transformer_vq.errors import UserError
 from transformer_vq.nn.layers import FeedForward, linear, rms_norm, run
-from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
-from transformer_vq.sizes import flops_per_token
+from transformer_vq.nn.model import ModelOutput, TransformerVQ
+from transformer_vq.nn.state import ModelState
+from transformer_vq.training.sizes import flops_per_token
 
 
 class SdpaAttention(nn.Module):

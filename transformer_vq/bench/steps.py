@@ -24,12 +24,12 @@ from transformer_vq.config import (
     TrainConfig,
 )
 from transformer_vq.data.batches import Batch, TrainingBatches
-from transformer_vq.data.corpora import prepare
+from transformer_vq.data.corpus import prepare
+from transformer_vq.device import find_device, total_memory
 from transformer_vq.errors import UserError
-from transformer_vq.nn.device import find_device, total_memory
 from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.sizes import flops_per_token
-from transformer_vq.training.runs import training_batches, with_parts_that_fit
+from transformer_vq.training.run import training_batches, with_parts_that_fit
+from transformer_vq.training.sizes import flops_per_token
 from transformer_vq.training.step import Trainer
 
 

@@ -14,12 +14,18 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from transformer_vq.bench.cells import OUT_OF_MEMORY, alone, check_limits, machine, over_time
+from transformer_vq.bench.cells import (
+    OUT_OF_MEMORY,
+    check_limits,
+    in_subprocess,
+    machine,
+    over_time,
+)
 from transformer_vq.bench.rates import TIME_LIMIT, matmul_rates, precisions_to_measure
 from transformer_vq.bench.steps import Cell, kind, timed_steps
 from transformer_vq.config import HeadType
+from transformer_vq.device import find_device, total_memory
 from transformer_vq.errors import UserError
-from transformer_vq.nn.device import find_device, total_memory
 from transformer_vq.progress import progress_bar, warn
 
 Kind = Literal["full", "sdpa", "serial", "matmul", "associative", "input_scan", "auto"]
@@ -110,7 +116,7 @@ def run(
     rows = {cell: asdict(cell) | {"timings": [], "peak_gb": 0.0} for cell in cells}
 
     def measure(cell: Cell) -> dict[str, Any]:
-        return alone(
+        return in_subprocess(
             timed_steps,
             cell,
             time_limit,
@@ -121,7 +127,7 @@ def run(
 
     with progress_bar("bench", 1 + repeats * len(cells), "cells") as advance:
         precisions = precisions_to_measure(device, [cell.precision for cell in cells])
-        rates = alone(matmul_rates, device, precisions, seconds=TIME_LIMIT)
+        rates = in_subprocess(matmul_rates, device, precisions, seconds=TIME_LIMIT)
         if "failed" in rates:
             warn(f"the matrix-product rates were not measured: {rates['failed']}")
             rates = {}

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from transformer_vq.data.corpora import Split
-from transformer_vq.data.source import DataError
+from transformer_vq.data.corpus import Split
+from transformer_vq.data.sources.base import DataError
 
 
 @dataclass(frozen=True)

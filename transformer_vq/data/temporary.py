@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from transformer_vq.files import PARTIAL, folder_written_whole
+from transformer_vq.files import PARTIAL, atomic_folder
 
 # Of prepared corpora only: the cache may be a folder in which others have files, too.
 _LEFTOVER = re.compile(rf"\.\w+-[0-9a-f]{{16}}\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
 
 
 @contextmanager
-def locked_folder_written_whole(folder: Path) -> Iterator[Path]:
+def locked_atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill; on success it is renamed to `folder`.
 
     Deletes the temporary folders that killed processes left next to it. Raises OSError if `folder`
@@ -33,7 +33,7 @@ def locked_folder_written_whole(folder: Path) -> Iterator[Path]:
         with locked(folder.parent):
             _delete_leftovers(folder.parent)
             lock = stack.enter_context(ExitStack())  # released after the folder has been renamed
-            partial = stack.enter_context(folder_written_whole(folder))
+            partial = stack.enter_context(atomic_folder(folder))
             lock.enter_context(locked(partial))
         yield partial
 

@@ -19,7 +19,7 @@ from transformer_vq.files import (
     CorruptFileError,
     file_digest,
     read_verified_json,
-    remove_leftovers,
+    remove_partial_files,
     write_verified_json,
 )
 
@@ -116,5 +116,5 @@ def _read_stamps(folder: Path) -> dict[str, Any]:
 
 def _write_stamps(folder: Path, stamps: dict[str, list[Any]]) -> None:
     with suppress(OSError):  # a cache that is read-only; files are hashed again next time
-        remove_leftovers(folder)  # those of processes that were killed right here
+        remove_partial_files(folder)  # those of processes that were killed right here
         write_verified_json(folder / STAMPS, {"files": stamps})

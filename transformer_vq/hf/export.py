@@ -6,22 +6,27 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from transformer_vq.checkpoint import CheckpointError, load_model, read_config, read_tokenizer
-from transformer_vq.data.tokenizer import MODEL_FILE
-from transformer_vq.files import folder_written_whole
+from transformer_vq.data.tokenizers import MODEL_FILE
+from transformer_vq.files import atomic_folder
 from transformer_vq.hf.modeling_transformer_vq import TransformerVQForCausalLM
 from transformer_vq.hf.tokenization_transformer_vq import TransformerVQTokenizer
+from transformer_vq.training.checkpoint import (
+    CheckpointError,
+    load_model,
+    read_config,
+    read_tokenizer,
+)
 
 
 def export(run: Path, folder: Path, checkpoint: str = "best") -> str:
     """Write config, weights, codebooks and tokenizer into a new folder; whole or not at all.
 
-    checkpoint: `best`, `last` or the number of a step. Returns which one it was. Pictures have no
+    checkpoint: `best`, `last` or the number of a step. Returns which one it was. Images have no
     tokenizer: their tokens are no text.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is not empty; choose another folder")
-    has_pictures = read_config(run).data.has_pictures
+    has_images = read_config(run).data.has_images
     model, which = load_model(run, checkpoint)
     tokenizer = read_tokenizer(run)
     if tokenizer.vocab_size != model.config.vocab_size:
@@ -30,10 +35,10 @@ def export(run: Path, folder: Path, checkpoint: str = "best") -> str:
             f"{tokenizer.vocab_size}; is {MODEL_FILE} missing?"
         )
     try:
-        with folder_written_whole(folder) as partial:
+        with atomic_folder(folder) as partial:
             wrapped = TransformerVQForCausalLM.from_core(model, bos_token_id=tokenizer.bos)
             wrapped.save_pretrained(partial)
-            if not has_pictures:
+            if not has_images:
                 vocabulary = run / MODEL_FILE
                 vocab_file = str(vocabulary) if vocabulary.is_file() else None
                 TransformerVQTokenizer(vocab_file).save_pretrained(partial)

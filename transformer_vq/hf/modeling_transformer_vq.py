@@ -17,12 +17,13 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from transformer_vq.errors import UserError
-from transformer_vq.generate import SEGMENT
+from transformer_vq.generation.prefill import SEGMENT_LEN, run_segments
 from transformer_vq.hf.cache import TransformerVQCache
 from transformer_vq.hf.checksums import check_folder, write_checksums
 from transformer_vq.hf.configuration_transformer_vq import TransformerVQConfig
-from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
-from transformer_vq.nn.quantizer import CodeUsage, token_priority
+from transformer_vq.nn.model import ModelOutput, TransformerVQ
+from transformer_vq.nn.quantizer import CodeUsage, add_usages, token_priority
+from transformer_vq.nn.state import ModelState
 from transformer_vq.parallel.data_parallel import default_group
 
 _REFUSED = {
@@ -101,9 +102,9 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
         state = None if cache is None else cache.state
         valid = _valid(attention_mask, input_ids)
         n_last = logits_to_keep if isinstance(logits_to_keep, int) else 0
-        in_pieces = n_last > 0 and labels is None and not torch.is_grad_enabled()
-        if in_pieces and input_ids.shape[1] > SEGMENT:
-            output = self._read(input_ids, state, valid, document_ids, n_last)
+        is_prefill = n_last > 0 and labels is None and not torch.is_grad_enabled()
+        if is_prefill and input_ids.shape[1] > SEGMENT_LEN:
+            output = self._run_prompt(input_ids, state, valid, document_ids, n_last)
         else:
             priority = self._key_priority(input_ids, valid)
             output = self.model(input_ids, state, valid, document_ids, priority)
@@ -132,7 +133,7 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
         wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
         return TransformerVQCache() if given is None and wanted else given
 
-    def _read(
+    def _run_prompt(
         self,
         tokens: Tensor,
         state: ModelState | None,
@@ -140,18 +141,14 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
         document_ids: Tensor | None,
         n_last: int,
     ) -> ModelOutput:
-        """A long prompt in pieces: logits of all its tokens at once could fill the memory."""
-        logits = None
-        for start in range(0, tokens.shape[1], SEGMENT):
-            piece = [
-                None if x is None else x[:, start : start + SEGMENT]
-                for x in (tokens, valid, document_ids)
-            ]
-            output = self.model(piece[0], state, piece[1], piece[2])
-            state = output.state
-            logits = output.logits if logits is None else torch.cat([logits, output.logits], 1)
-            logits = logits[:, -n_last:]
-        return replace(output, logits=logits, commit_loss=None)
+        """Run a long prompt in segments: the logits of all its tokens could fill the memory."""
+
+        def segment(start: int, stop: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            parts = [None if x is None else x[:, start:stop] for x in (valid, document_ids)]
+            return tokens[:, start:stop], parts[0], parts[1]
+
+        output = run_segments(self.model, segment, tokens.shape[1], state, n_last=n_last)
+        return replace(output, commit_loss=None)  # type: ignore[arg-type]
 
     def _loss(self, output: ModelOutput, labels: Tensor, **kwargs: Any) -> Tensor:
         loss = self.loss_function(output.logits, labels, self.config.vocab_size, **kwargs)
@@ -179,9 +176,7 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _note(self, usages: tuple[CodeUsage, ...]) -> None:
         self._n_parts += 1
-        if self.code_usage is not None:
-            usages = tuple(a + b for a, b in zip(self.code_usage, usages, strict=True))
-        self.code_usage = usages
+        self.code_usage = add_usages(self.code_usage, usages)
 
     def update_codebooks(self) -> None:
         """Move the codebooks by what the training passes since the last call say about them."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizer
 
-from transformer_vq.data.tokenizer import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
+from transformer_vq.data.tokenizers import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
 from transformer_vq.hf.checksums import check_folder, write_checksums
 
 

@@ -24,7 +24,7 @@ from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer, token_priori
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.position import causal_bias
 from transformer_vq.ops.quadratic import quadratic_attention
-from transformer_vq.ops.ragged import Layout, in_sight, newest, next_position
+from transformer_vq.ops.ragged import Packing, newest, next_position, visible_keys
 from transformer_vq.ops.state import AttentionState
 
 AUTO_SCORES = 2**25
@@ -107,12 +107,12 @@ class VQAttention(Attention):
         x: Tensor,
         state: AttentionState,
         sinusoids: Tensor,
-        layout: Layout | None,
+        layout: Packing | None,
         key_priority: Tensor | None,
     ) -> AttentionOutput:
         state = self._with_mask(state)
         outputs: list[AttentionOutput] = []
-        layouts: list[Layout | None] = []
+        layouts: list[Packing | None] = []
         start = 0
         if key_priority is None and self.training and self.quantizer.uses_candidates:
             valid = None if layout is None else layout.valid
@@ -147,7 +147,7 @@ class VQAttention(Attention):
         x: Tensor,
         state: AttentionState,
         sinusoids: Tensor,
-        layout: Layout | None,
+        layout: Packing | None,
         key_priority: Tensor | None,
     ) -> AttentionOutput:
         x_tilde = self._normed(x)
@@ -214,14 +214,14 @@ class FullAttention(Attention):
         x: Tensor,
         state: AttentionState,
         sinusoids: Tensor,
-        layout: Layout | None,
+        layout: Packing | None,
         key_priority: Tensor | None,
     ) -> AttentionOutput:
         """The state grows by as many keys and values as there are tokens."""
         return self._run(self._forward, x, state, sinusoids, layout)
 
     def _forward(
-        self, x: Tensor, state: AttentionState, sinusoids: Tensor, layout: Layout | None
+        self, x: Tensor, state: AttentionState, sinusoids: Tensor, layout: Packing | None
     ) -> AttentionOutput:
         x_tilde = self._normed(x)
         q_content, q_position = self._queries(x_tilde)
@@ -234,7 +234,7 @@ class FullAttention(Attention):
         length = None
         if layout is not None:
             length = layout.length
-            seen = in_sight(layout, n_past, n_blocks=1).local
+            seen = visible_keys(layout, n_past, n_blocks=1).local
             bias = bias.masked_fill(~seen[:, :, None].transpose(1, 2), -torch.inf)
         elif n_past > 0:  # rows that were reset have empty slots
             empty = ~state.window_valid
@@ -262,7 +262,7 @@ class FullAttention(Attention):
         return mask
 
 
-def _join(outputs: list[AttentionOutput], layouts: list[Layout | None]) -> AttentionOutput:
+def _join(outputs: list[AttentionOutput], layouts: list[Packing | None]) -> AttentionOutput:
     """One output for consecutive segments; the commit loss stays a mean over tokens that count."""
     y = torch.cat([output.y for output in outputs], dim=1)
     n_tokens = [

@@ -18,7 +18,7 @@ from transformer_vq.config import AttentionConfig, Heads
 from transformer_vq.nn.layers import gated, linear, rms_norm, run
 from transformer_vq.nn.quantizer import CodeUsage
 from transformer_vq.ops.position import relative_sinusoids, scores_by_distance
-from transformer_vq.ops.ragged import Layout, read_layout
+from transformer_vq.ops.ragged import Packing, read_packing
 from transformer_vq.ops.state import AttentionState
 
 
@@ -145,7 +145,7 @@ class Attention(nn.Module):
         valid: Tensor | None = None,
         document_ids: Tensor | None = None,
         *,
-        layout: Layout | None = None,
+        layout: Packing | None = None,
         sinusoids: Tensor | None = None,
         key_priority: Tensor | None = None,
     ) -> AttentionOutput:
@@ -155,7 +155,7 @@ class Attention(nn.Module):
         output is zero. document_ids: [b, t], tokens attend within their document only.
         key_priority: [b, t] of int64, which keys may become codes; see `VectorQuantizer.forward`.
         layout, sinusoids: what a model has worked out once for all its layers; then x and
-        key_priority are in the order of `Layout.gather`.
+        key_priority are in the order of `Packing.gather`.
         """
         self._check(x, state)
         state = self.init_state(x.shape[0]) if state is None else state
@@ -163,7 +163,7 @@ class Attention(nn.Module):
             sinusoids = self.sinusoids(state, x.shape[1])
         if layout is not None:
             return self._attend(x, state, sinusoids, layout, key_priority)
-        layout = read_layout(state, x.shape[1], valid, document_ids)
+        layout = read_packing(state, x.shape[1], valid, document_ids)
         if layout is None:
             return self._attend(x, state, sinusoids, None, key_priority)
         if key_priority is not None:
@@ -176,7 +176,7 @@ class Attention(nn.Module):
         x: Tensor,
         state: AttentionState,
         sinusoids: Tensor,
-        layout: Layout | None,
+        layout: Packing | None,
         key_priority: Tensor | None,
     ) -> AttentionOutput:
         raise NotImplementedError

@@ -24,29 +24,11 @@ from transformer_vq.nn.layers import (
     rms_norm,
 )
 from transformer_vq.nn.quantizer import CodeUsage
+from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.cache import accumulation_dtype
 from transformer_vq.ops.precision import full_precision
-from transformer_vq.ops.ragged import read_layout
-from transformer_vq.ops.state import AttentionState, RowState
-
-
-@dataclass(frozen=True)
-class ModelState(RowState):
-    """Where each row of a batch stands in its sequence: one `AttentionState` per attention."""
-
-    layers: tuple[AttentionState, ...]
-    branch_keep: Tensor | None = None
-    """LayerDrop, [b, n_branch]: which branches a row keeps; drawn once per sequence."""
-
-    @property
-    def position(self) -> Tensor:
-        """How many tokens of its document each row has seen: [b]."""
-        return self.layers[0].position
-
-    @property
-    def document(self) -> Tensor | None:
-        """The id of the document in which each row stands, if ids were given: [b]."""
-        return self.layers[0].document
+from transformer_vq.ops.ragged import read_packing
+from transformer_vq.ops.state import AttentionState
 
 
 @dataclass(frozen=True)
@@ -138,7 +120,7 @@ class TransformerVQ(nn.Module):
         self._check(tokens, state)
         if state is None:
             state = self.init_state(tokens.shape[0])
-        layout = read_layout(state.layers[0], tokens.shape[1], valid, document_ids)
+        layout = read_packing(state.layers[0], tokens.shape[1], valid, document_ids)
         x = self.embed((tokens if layout is None else layout.gather(tokens)).long())
         if self.positions is not None:
             steps = torch.arange(tokens.shape[1], device=tokens.device)

@@ -80,6 +80,15 @@ class CodeUsage:
         return CodebookHealth(float(share), float(perplexity), float(error))
 
 
+def add_usages(
+    total: tuple[CodeUsage, ...] | None, usages: tuple[CodeUsage, ...]
+) -> tuple[CodeUsage, ...]:
+    """Add the code usage of one more forward pass, layer by layer; None is an empty total."""
+    if total is None:
+        return usages
+    return tuple(a + b for a, b in zip(total, usages, strict=True))
+
+
 @dataclass(frozen=True)
 class Quantized:
     """k_hat: [b, h, t, k], z: [b, h, t], commit_loss: scalar, usage: of this call's keys."""

@@ -19,13 +19,13 @@ from transformer_vq.ops.cache import CacheStats, accumulation_dtype, block_stats
 from transformer_vq.ops.position import local_bias
 from transformer_vq.ops.quadratic import Phi, attention_weights
 from transformer_vq.ops.ragged import (
-    Layout,
-    Leaving,
-    Sight,
-    in_sight,
-    leaving_tokens,
+    Eviction,
+    Packing,
+    Visibility,
+    find_evictions,
     newest,
     next_position,
+    visible_keys,
 )
 from transformer_vq.ops.reductions import exclusive_prefix
 from transformer_vq.ops.shapes import check_shapes
@@ -41,7 +41,7 @@ def vq_attention(
     by_distance: Tensor,
     state: AttentionState,
     *,
-    layout: Layout | None = None,
+    layout: Packing | None = None,
     reduction: str = "auto",
     phi: Phi | None = None,
     grad_through_cache: bool = True,
@@ -51,7 +51,7 @@ def vq_attention(
     q: [b, h, g, t, k], k_hat: [b, h, t, k], z: [b, h, t], v: [b, h, t, v], codebook: [h, s, k],
     by_distance: [b, h, g, t, L + 1] positional scores for distances L, ..., 0
     -> [b, h, g, t, v]. A state without a cache gives attention to the last L tokens only.
-    layout: padding and documents, in the order of `Layout.gather`.
+    layout: padding and documents, in the order of `Packing.gather`.
     reduction: "serial", "matmul", "associative", "input_scan" for one block at a time, or "auto"
     for the fast form of `fused`, which torch.compile does not see into.
     """
@@ -113,7 +113,7 @@ def _attend_blocks(
     codebook: Tensor,
     state: AttentionState,
     *,
-    layout: Layout | None,
+    layout: Packing | None,
     reduction: str,
     phi: Phi | None,
     grad_through_cache: bool,
@@ -124,8 +124,8 @@ def _attend_blocks(
     n_blocks = max(1, seq_len // window_len)
     leaving = sight = None
     if layout is not None:
-        leaving = leaving_tokens(layout, state.position, window_len, n_blocks)
-        sight = in_sight(layout, window_len, n_blocks)
+        leaving = find_evictions(layout, state.position, window_len, n_blocks)
+        sight = visible_keys(layout, window_len, n_blocks)
     inputs = (q, k_hat, z, v, by_distance, codebook, state, leaving, sight, grad_through_cache)
     if reduction == "auto" and phi is None and not torch.compiler.is_compiling():
         output, cache = fused.attend_blocks(*inputs)
@@ -151,8 +151,8 @@ def _plain_blocks(
     by_distance: Tensor,
     codebook: Tensor,
     state: AttentionState,
-    leaving: Leaving | None,
-    sight: Sight | None,
+    leaving: Eviction | None,
+    sight: Visibility | None,
     grad_through_cache: bool,
     reduction: str,
     phi: Phi | None,
@@ -216,7 +216,7 @@ def _weigh(
     codebook: Tensor,
     cache: CacheStats | None,
     by_distance: Tensor,
-    sight: Sight | None,
+    sight: Visibility | None,
     phi: Phi | None,
 ) -> Tensor:
     """Attention of blocks of queries to their cache, previous block and own block.

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype, block_stats, merge
 from transformer_vq.ops.precision import full_precision
-from transformer_vq.ops.ragged import Leaving, Sight
+from transformer_vq.ops.ragged import Eviction, Visibility
 from transformer_vq.ops.state import AttentionState
 from transformer_vq.ops.tiles import Blocks, product, tile_weights, tiles
 
@@ -34,8 +34,8 @@ def attend_blocks(
     by_distance: Tensor,
     codebook: Tensor,
     state: AttentionState,
-    leaving: Leaving | None,
-    sight: Sight | None,
+    leaving: Eviction | None,
+    sight: Visibility | None,
     grad_through_cache: bool,
 ) -> tuple[Tensor, CacheStats | None]:
     """Output for whole blocks, or for one that is shorter than L, and the cache after them.

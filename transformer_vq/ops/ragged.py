@@ -2,7 +2,7 @@
 
 Both come down to two facts. Every token knows where its document began (`doc_start`), and may look
 back no further; and every row knows how many of its tokens count (`length`), the padding standing
-last because `Layout.gather` puts it there. Masks follow by comparing indices, so shapes never
+last because `Packing.gather` puts it there. Masks follow by comparing indices, so shapes never
 depend on the data, and the blocks, the window and the cache stay what they are.
 """
 
@@ -17,7 +17,7 @@ from transformer_vq.ops.state import AttentionState
 
 
 @dataclass(frozen=True)
-class Layout:
+class Packing:
     """doc_start: [b, t] index of the first token of each token's document, counted from the first
     token of the segment (negative: before it). The rest is None where it is not needed:
     length: [b] tokens that count, order: [b, t] permutation that puts padding last,
@@ -29,10 +29,10 @@ class Layout:
     order: Tensor | None = None
     document: Tensor | None = None
 
-    def part(self, start: int, stop: int) -> Layout:
+    def part(self, start: int, stop: int) -> Packing:
         """The layout of tokens start to stop as a segment of their own."""
         length = None if self.length is None else (self.length - start).clamp(0, stop - start)
-        return Layout(self.doc_start[:, start:stop] - start, length)
+        return Packing(self.doc_start[:, start:stop] - start, length)
 
     @property
     def valid(self) -> Tensor | None:
@@ -77,7 +77,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Leaving:
+class Eviction:
     """Which tokens move from the window into the cache, and what becomes of the cache.
 
     counted: [b, r, i] tokens of the document in which their block ends; carry: [b, r] whether that
@@ -89,7 +89,7 @@ class Leaving:
     goes_on: Tensor
 
 
-def leaving_tokens(layout: Layout, position: Tensor, window_len: int, n_blocks: int) -> Leaving:
+def find_evictions(layout: Packing, position: Tensor, window_len: int, n_blocks: int) -> Eviction:
     """For a segment of n_blocks blocks: its first tokens follow those of the window."""
     seq_len = layout.doc_start.shape[1]
     n_query = seq_len // n_blocks
@@ -107,33 +107,33 @@ def leaving_tokens(layout: Layout, position: Tensor, window_len: int, n_blocks: 
     counted = counted & (begun.unflatten(1, (n_blocks, n_query)) == begun_last.unsqueeze(-1))
     carry = (begun_last < first - window_len) | (last < first)
     goes_on = layout.last_start(position) < length - window_len
-    return Leaving(counted, carry, goes_on)
+    return Eviction(counted, carry, goes_on)
 
 
 @dataclass(frozen=True)
-class Sight:
+class Visibility:
     """What each query may see. local: [b, r, i, j] of window and block, cache: [b, r, i]."""
 
     local: Tensor
     cache: Tensor
 
 
-def in_sight(layout: Layout, window_len: int, n_blocks: int) -> Sight:
+def visible_keys(layout: Packing, window_len: int, n_blocks: int) -> Visibility:
     """Nothing before the query's own document."""
     doc_start = layout.doc_start.unflatten(1, (n_blocks, -1))
     n_query = doc_start.shape[-1]
     steps = torch.arange(window_len + n_query, device=doc_start.device)
     first = torch.arange(n_blocks, device=doc_start.device) * n_query - window_len
     keys = first.view(-1, 1, 1) + steps  # [r, 1, j]
-    return Sight(keys >= doc_start.unsqueeze(-1), doc_start < first.unsqueeze(-1))
+    return Visibility(keys >= doc_start.unsqueeze(-1), doc_start < first.unsqueeze(-1))
 
 
-def read_layout(
+def read_packing(
     state: AttentionState,
     seq_len: int,
     valid: Tensor | None = None,
     document_ids: Tensor | None = None,
-) -> Layout | None:
+) -> Packing | None:
     """The layout of the next segment, or None if it is plain: no padding, no documents.
 
     A document of which the state has seen the beginning goes on if the segment begins with its id.
@@ -147,10 +147,10 @@ def read_layout(
         length = valid.sum(dim=1)
     before = -state.position.unsqueeze(-1)
     if document_ids is None:
-        return Layout(before.expand(-1, seq_len), length, order, state.document)
+        return Packing(before.expand(-1, seq_len), length, order, state.document)
 
     steps = torch.arange(seq_len, device=document_ids.device)
-    ids = Layout(before.expand(-1, seq_len), length, order).gather(document_ids)
+    ids = Packing(before.expand(-1, seq_len), length, order).gather(document_ids)
     first = ids[:, 0] if state.document is None else state.document
     last = ids[:, -1]
     if length is not None:  # padding goes on with the last document
@@ -161,7 +161,7 @@ def read_layout(
     _check_documents(state, chain)
     changed = chain[:, 1:] != chain[:, :-1]
     doc_start = torch.where(changed, steps, before).cummax(dim=1).values
-    return Layout(doc_start, length, order, document=last)
+    return Packing(doc_start, length, order, document=last)
 
 
 def check_ragged(
@@ -217,7 +217,7 @@ def document_ids_from_starts(starts: Tensor, document: Tensor | None = None) -> 
     return ids if document is None else ids + document.unsqueeze(-1)
 
 
-def next_position(position: Tensor, seq_len: int, layout: Layout | None) -> Tensor:
+def next_position(position: Tensor, seq_len: int, layout: Packing | None) -> Tensor:
     """How far into its document each row stands after the segment: [b]."""
     if layout is None:
         return position + seq_len

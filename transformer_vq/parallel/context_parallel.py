@@ -19,9 +19,10 @@ from torch import Tensor
 from transformer_vq.data.batches import Batch
 from transformer_vq.errors import UserError
 from transformer_vq.nn.attention import VQAttention
-from transformer_vq.nn.model import ModelState, TransformerVQ
+from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.cache import CacheStats, block_stats, merge
-from transformer_vq.ops.ragged import Layout, leaving_tokens, next_position, read_layout
+from transformer_vq.ops.ragged import Packing, find_evictions, next_position, read_packing
 from transformer_vq.ops.state import AttentionState
 
 
@@ -35,7 +36,7 @@ class Exchange:
         self.sent = 0
 
     def __call__(
-        self, k_hat: Tensor, z: Tensor, v: Tensor, state: AttentionState, layout: Layout | None
+        self, k_hat: Tensor, z: Tensor, v: Tensor, state: AttentionState, layout: Packing | None
     ) -> AttentionState:
         """The state after everything that lower processes have.
 
@@ -47,13 +48,13 @@ class Exchange:
         k_in, v_in = self._shift(packed, 1).split([k_hat.shape[-1], v.shape[-1]], dim=-1)
         z_in = self.send(z[..., -window_len:], 1)
         # A choice by value: also the first process must take part in the backward pass.
-        is_first = torch.tensor(self.rank == 0, device=v.device)
+        is_rank_zero = torch.tensor(self.rank == 0, device=v.device)
         assert state.z is not None
         state = replace(
             state,
-            k=torch.where(is_first, state.k.to(k_in.dtype), k_in),
-            v=torch.where(is_first, state.v.to(v_in.dtype), v_in),
-            z=torch.where(is_first, state.z, z_in),
+            k=torch.where(is_rank_zero, state.k.to(k_in.dtype), k_in),
+            v=torch.where(is_rank_zero, state.v.to(v_in.dtype), v_in),
+            z=torch.where(is_rank_zero, state.z, z_in),
         )
         if state.cache is None:
             return state
@@ -62,13 +63,13 @@ class Exchange:
         return replace(
             state,
             cache=CacheStats(
-                torch.where(is_first, state.cache.mean, below.mean),
-                torch.where(is_first, state.cache.count, below.count),
+                torch.where(is_rank_zero, state.cache.mean, below.mean),
+                torch.where(is_rank_zero, state.cache.count, below.count),
             ),
         )
 
     def _leaving(
-        self, z: Tensor, v: Tensor, state: AttentionState, layout: Layout | None
+        self, z: Tensor, v: Tensor, state: AttentionState, layout: Packing | None
     ) -> CacheStats:
         """What moves from the window into the cache while this stretch is worked on."""
         assert state.z is not None
@@ -80,7 +81,7 @@ class Exchange:
         counted = torch.cat([state.window_valid, later], dim=-1)
         goes_on = carry = state.cache.count.new_ones(v.shape[0], 1)
         if layout is not None:
-            leaving = leaving_tokens(layout, state.position, window_len, n_blocks=1)
+            leaving = find_evictions(layout, state.position, window_len, n_blocks=1)
             counted = leaving.counted.squeeze(1)
             goes_on = leaving.goes_on.to(carry.dtype).unsqueeze(-1)
             carry = leaving.carry.to(carry.dtype) * goes_on
@@ -163,7 +164,7 @@ def after_tokens(state: ModelState, batch: Batch) -> ModelState:
     n, first = batch.tokens.shape[1], state.layers[0]
     if n == 0:
         return state
-    layout = read_layout(first, n, batch.valid, batch.document_ids)
+    layout = read_packing(first, n, batch.valid, batch.document_ids)
     position = next_position(first.position, n, layout)
     document = first.document if layout is None else layout.document
     layers = (replace(layer, position=position, document=document) for layer in state.layers)

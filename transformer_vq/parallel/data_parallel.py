@@ -43,7 +43,7 @@ def shard(model: TransformerVQ, config: RunConfig, world: World) -> None:
             _pytree.register_dataclass(kind)
     # FSDP warns of outputs that are views, which would be a danger only if they were overwritten.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    n_copies, n_shards = world.layout.dp, world.layout.fsdp * world.layout.cp
+    n_copies, n_shards = world.mesh.dp, world.mesh.fsdp * world.mesh.cp
     mesh = init_device_mesh(
         world.device.type, (n_copies, n_shards), mesh_dim_names=("copies", "shards")
     )
@@ -63,8 +63,10 @@ def shard(model: TransformerVQ, config: RunConfig, world: World) -> None:
 
 def default_group() -> dist.ProcessGroup | None:
     """The group of all processes, or None if this one is alone."""
-    is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-    return None if is_alone else dist.group.WORLD
+    is_single_process = (
+        not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
+    )
+    return None if is_single_process else dist.group.WORLD
 
 
 def total_usage(

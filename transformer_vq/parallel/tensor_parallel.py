@@ -42,7 +42,7 @@ STATE: dict[str, dict[str, int]] = {
 
 def check_widths(config: ModelConfig, n: int) -> None:
     """Raises UserError if the widths of a model cannot be divided by n."""
-    config.layer.heads.divide(n)
+    config.layer.heads.shard(n)
     if config.d_ff % n:
         raise UserError(
             f"parallel.tp={n}: the feed-forward width {config.d_ff} cannot be divided by it; "
@@ -54,7 +54,7 @@ def divided_axes(model: TransformerVQ) -> dict[str, int]:
     """Names of the tensors of a model that are divided, and along which axis."""
     found: dict[str, int] = {}
     for number, branch in enumerate(model.branches):
-        axes = ATTENTION[model.config.layer.heads.divided]
+        axes = ATTENTION[model.config.layer.heads.sharded]
         if isinstance(branch, FeedForward):
             axes = FEED_FORWARD
         there = branch.state_dict()  # full attention has no codebooks
@@ -71,8 +71,8 @@ def divide_widths(model: TransformerVQ, world: World) -> dict[str, int]:
         tensors[name].data = world.part(tensors[name].data, "tp", dim).clone()
     for branch in model.branches:
         if isinstance(branch, Attention):
-            branch.set_heads(heads.divide(world.size("tp")))
-        _add_hooks(branch, world, shares_keys=heads.divided != "heads")
+            branch.set_heads(heads.shard(world.size("tp")))
+        _add_hooks(branch, world, shares_keys=heads.sharded != "heads")
     return divided
 
 

@@ -22,40 +22,40 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from transformer_vq.config import ParallelConfig
-from transformer_vq.nn.device import find_device
+from transformer_vq.device import find_device
 
 AXES = ("dp", "fsdp", "cp", "tp")
 JOINED = {"rows": ("dp", "fsdp"), "data": ("dp", "fsdp", "cp")}
 
 
 class World:
-    """This process among the others; without a layout it is alone."""
+    """This process among the others; without a mesh it is alone."""
 
-    def __init__(self, layout: ParallelConfig | None = None, device: str = "cpu") -> None:
-        self.layout = ParallelConfig(dp=1) if layout is None else layout.fill(n_processes())
+    def __init__(self, mesh: ParallelConfig | None = None, device: str = "cpu") -> None:
+        self.mesh = ParallelConfig(dp=1) if mesh is None else mesh.fill(n_processes())
         self.device = _own_device(device)
         self.axes: dict[str, DeviceMesh] = {}
-        if self.layout.n_processes == 1:
+        if self.mesh.n_processes == 1:
             return
-        shape = tuple(getattr(self.layout, axis) for axis in AXES)
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
-        self.axes = {axis: mesh[axis] for axis in AXES}
-        self.axes |= {name: mesh[axes]._flatten(name) for name, axes in JOINED.items()}
+        shape = tuple(getattr(self.mesh, axis) for axis in AXES)
+        devices = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
+        self.axes = {axis: devices[axis] for axis in AXES}
+        self.axes |= {name: devices[axes]._flatten(name) for name, axes in JOINED.items()}
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_process(self) -> bool:
         return not self.axes
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this process writes what only one can write."""
-        return self.is_alone or dist.get_rank() == 0
+        return self.is_single_process or dist.get_rank() == 0
 
     def size(self, axis: str) -> int:
-        return 1 if self.is_alone else self.axes[axis].size()
+        return 1 if self.is_single_process else self.axes[axis].size()
 
     def rank(self, axis: str) -> int:
-        return 0 if self.is_alone else self.axes[axis].get_local_rank()
+        return 0 if self.is_single_process else self.axes[axis].get_local_rank()
 
     def group(self, axis: str) -> dist.ProcessGroup:
         return self.axes[axis].get_group()
@@ -82,7 +82,7 @@ class World:
 
     def smallest(self, n: int) -> int:
         """The smallest of the numbers that all processes have."""
-        if self.is_alone:
+        if self.is_single_process:
             return n
         x = torch.tensor(n, device=self.device)
         dist.all_reduce(x, dist.ReduceOp.MIN)
@@ -96,9 +96,9 @@ class World:
         """Whether it holds for at least one process."""
         return not self.smallest(not flag)
 
-    def first(self, n: int) -> int:
+    def from_rank_zero(self, n: int) -> int:
         """The number that the first process has."""
-        if self.is_alone:
+        if self.is_single_process:
             return n
         x = torch.tensor(n, device=self.device)
         dist.broadcast(x, src=0)
@@ -110,8 +110,8 @@ class World:
             return x
         sent = x.to(torch.uint8) if x.dtype == torch.bool else x
         sent = sent.contiguous()
-        is_first = self.rank(axis) == 0
-        parts = [torch.empty_like(sent) for _ in range(self.size(axis))] if is_first else None
+        is_rank_zero = self.rank(axis) == 0
+        parts = [torch.empty_like(sent) for _ in range(self.size(axis))] if is_rank_zero else None
         dist.gather(sent, parts, group=self.group(axis), group_dst=0)
         return x if parts is None else torch.cat(parts, dim).to(x.dtype)
 
@@ -120,22 +120,22 @@ class World:
         return x.chunk(self.size(axis), dim)[self.rank(axis)]
 
     @contextmanager
-    def first_of_node_goes_ahead(self) -> Iterator[None]:
+    def local_rank_zero_first(self) -> Iterator[None]:
         """What is written below is made by one process per machine and found by the others."""
         is_ahead = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        if not self.is_alone and not is_ahead:
+        if not self.is_single_process and not is_ahead:
             dist.barrier()
         yield
-        if not self.is_alone and is_ahead:
+        if not self.is_single_process and is_ahead:
             dist.barrier()
 
 
 @contextmanager
-def joined(layout: ParallelConfig, device: str) -> Iterator[World]:
+def joined(mesh: ParallelConfig, device: str) -> Iterator[World]:
     """The world in which the body is worked on by all processes that `torchrun` has started."""
-    layout.fill(n_processes())  # before anything is opened
+    mesh.fill(n_processes())  # before anything is opened
     if n_processes() == 1 or dist.is_initialized():
-        yield World(layout, device)
+        yield World(mesh, device)
         return
     own = _own_device(device)
     backend = "nccl" if own.type == "cuda" else "gloo"
@@ -147,7 +147,7 @@ def joined(layout: ParallelConfig, device: str) -> Iterator[World]:
         world_size=size,
         device_id=own if own.type == "cuda" else None,
     )
-    yield World(layout, device)
+    yield World(mesh, device)
     # Not after an error: the others may be gone, and there is nobody to take leave of.
     dist.destroy_process_group()
 

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from transformer_vq.checkpoint import (
+from transformer_vq.config import RunConfig
+from transformer_vq.data.batches import TrainingBatches
+from transformer_vq.data.corpus import Corpus
+from transformer_vq.evaluation import score
+from transformer_vq.nn.quantizer import NotFiniteError
+from transformer_vq.progress import info, progress_bar, warn
+from transformer_vq.training.checkpoint import (
     BEST,
     MODEL,
     Checkpoint,
     checkpoint_steps,
     save_checkpoint,
 )
-from transformer_vq.config import RunConfig
-from transformer_vq.data.batches import TrainingBatches
-from transformer_vq.data.corpora import Corpus
-from transformer_vq.evaluate import evaluate
-from transformer_vq.nn.quantizer import NotFiniteError
-from transformer_vq.progress import progress_bar, warn
 from transformer_vq.training.metrics import MetricsLog, metrics_log
 from transformer_vq.training.signals import StopRequest
 from transformer_vq.training.step import Trainer, Update
@@ -32,7 +32,7 @@ class TrainingError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainingResult:
     """How a sitting ended."""
 
     run: Path
@@ -44,7 +44,7 @@ class Result:
     """Lowest validation loss of the whole run, in nats per token."""
 
 
-class Sitting:
+class TrainingLoop:
     """A run from one start of the program to its end, in all its processes alike."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Sitting:
         batches: TrainingBatches,
         trainer: Trainer,
     ) -> None:
-        self.run = run
+        self.folder = run
         self.config = config
         self.corpus = corpus
         self.batches = batches
@@ -64,13 +64,13 @@ class Sitting:
         self.best_loss = math.inf
         self._codes_note = ""
 
-    def go(self) -> Result:
+    def run(self) -> TrainingResult:
         train = self.config.train
         world = self.trainer.world
         with (
             StopRequest() as stop,
-            metrics_log(self.run, self.config, self.step, world.is_first) as log,
-            progress_bar(self.run.name, train.steps, "updates", self.step) as advance,
+            metrics_log(self.folder, self.config, self.step, world.is_rank_zero) as log,
+            progress_bar(self.folder.name, train.steps, "updates", self.step) as advance,
         ):
             # All processes stop together, whichever of them was asked to.
             stopping = partial(self._stops, stop)
@@ -91,7 +91,7 @@ class Sitting:
         finished = self.validated_at == self.step == train.steps
         # The same on all ranks: each must end with the status of the signal that one of them got.
         stopped_by = None if finished else world.largest(stop.signal or 0) or None
-        return Result(self.run, self.step, finished, stopped_by, self.best_loss)
+        return TrainingResult(self.folder, self.step, finished, stopped_by, self.best_loss)
 
     def _stops(self, stop: StopRequest) -> bool:
         return self.trainer.world.any(bool(stop))
@@ -132,7 +132,7 @@ class Sitting:
         """Score the validation split; keep the model if it is the best so far."""
         train, world = self.config.train, self.trainer.world
         start = time.perf_counter()
-        result = evaluate(
+        result = score(
             self.trainer.model,
             self.corpus.split("validation"),
             seq_len=train.seq_len,
@@ -155,13 +155,13 @@ class Sitting:
             tokens=result.tokens,
             seconds=time.perf_counter() - start,
         )
-        warn(f"step {self.step}: validation {result.bits_per_byte:.4f} bits/byte")
+        info(f"step {self.step}: validation {result.bits_per_byte:.4f} bits/byte")
         if result.nats_per_token < self.best_loss:
             self.best_loss = result.nats_per_token
-            model = self.trainer.plan.whole_model()
-            if not world.is_first:
+            model = self.trainer.strategy.whole_model()
+            if not world.is_rank_zero:
                 return
-            folder = self.run / BEST
+            folder = self.folder / BEST
             try:
                 folder.mkdir(exist_ok=True)
                 model.save(folder / MODEL)
@@ -170,24 +170,24 @@ class Sitting:
 
     def _save(self, must: bool) -> None:
         """Write a checkpoint. If that fails, training goes on unless this was the last chance."""
-        facts = {
+        metadata = {
             "config": self.config.to_dict(),
             "corpus": self.corpus.sha256,
             "validated_at": self.validated_at,
             "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
         }
-        model, tensors = self.trainer.plan.whole_model(), self.trainer.tensors()
-        if not self.trainer.world.is_first:
+        model, tensors = self.trainer.strategy.whole_model(), self.trainer.tensors()
+        if not self.trainer.world.is_rank_zero:
             return
-        checkpoint = Checkpoint(self.step, model, tensors, facts)
+        checkpoint = Checkpoint(self.step, model, tensors, metadata)
         try:
-            save_checkpoint(self.run, checkpoint, self.config.train.keep)
+            save_checkpoint(self.folder, checkpoint, self.config.train.keep)
         except OSError as error:
-            left = checkpoint_steps(self.run)
+            left = checkpoint_steps(self.folder)
             last = f"the last checkpoint is step {left[-1]}" if left else "no checkpoint exists yet"
             message = (
                 f"cannot save step {self.step}: {error}; {last}; free some space, then run "
-                f"`tvq resume {self.run}`"
+                f"`tvq resume {self.folder}`"
             )
             if must:
                 raise TrainingError(message) from error
@@ -196,7 +196,7 @@ class Sitting:
         self.saved_at = self.step
 
     def _why_not_finite(self, error: Exception) -> str:
-        left = checkpoint_steps(self.run)
+        left = checkpoint_steps(self.folder)
         kept = f"the last checkpoint is step {left[-1]}" if left else "no checkpoint was written"
         return (
             f"step {self.step + 1} is not finite ({error}); {kept}; start again with a smaller "

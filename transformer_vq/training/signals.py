@@ -37,9 +37,9 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        is_first = self.signal is None
+        is_rank_zero = self.signal is None
         self.signal = number
-        if is_first:
+        if is_rank_zero:
             # The terminal may be closed (SIGHUP), or the signal may interrupt another print to
             # stderr, which raises RuntimeError. Neither must keep the run from being saved.
             with suppress(OSError, RuntimeError):

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import Batch
-from transformer_vq.nn.device import has_fast_bf16, matmul_precision
-from transformer_vq.nn.model import ModelState, TransformerVQ
-from transformer_vq.nn.quantizer import CodeUsage, NotFiniteError
+from transformer_vq.device import has_fast_bf16, matmul_precision
+from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.nn.quantizer import CodeUsage, NotFiniteError, add_usages
+from transformer_vq.nn.state import ModelState
 from transformer_vq.parallel.data_parallel import total_usage
-from transformer_vq.parallel.plan import Plan
+from transformer_vq.parallel.strategy import ParallelStrategy
 from transformer_vq.parallel.world import World
 from transformer_vq.progress import warn
 from transformer_vq.training.loss import token_loss
@@ -55,9 +56,9 @@ class Trainer:
             reduction=config.train.reduction,
             checkpoint_activations=config.train.checkpoint_activations,
         )
-        self.plan = Plan(self.model, config, self.world)
+        self.strategy = ParallelStrategy(self.model, config, self.world)
         self.optimizer = make_optimizer(
-            nn.ParameterList(self.plan.parameters.values()), config.optim
+            nn.ParameterList(self.strategy.parameters.values()), config.optim
         )
         self.carried: list[ModelState] = []
         """One state per micro-batch; empty where the next update begins new sequences."""
@@ -84,22 +85,22 @@ class Trainer:
         self.model.zero_grad(set_to_none=True)  # where the optimizer has views of the weights
         for i in range(n_parts):
             part = batch.map(lambda x, i=i: x[i * n_rows : (i + 1) * n_rows])  # type: ignore[misc]
-            part = part.map(lambda x: self.plan.rows(x).to(self.device))
-            with self.plan.part(step, i, is_last=i == n_parts - 1):
-                own, before = self.plan.stretch(part, self.carried[i])
+            part = part.map(lambda x: self.strategy.rows(x).to(self.device))
+            with self.strategy.part(step, i, is_last=i == n_parts - 1):
+                own, before = self.strategy.stretch(part, self.carried[i])
                 with matmul_precision(self.device, self.config.train.precision):
-                    output = self.plan.forward(
+                    output = self.strategy.forward(
                         own.tokens, before, own.valid, own.document_ids, own.key_priority
                     )
                     nats = token_loss(output, own) / n_targets
                     commit = output.commit_loss * (own.n_targets / n_targets)
                 loss = nats + self.config.model.commit_coef * commit
-                (self.plan.loss_scale * loss).backward()
-            self.carried[i] = self.plan.carry(self.carried[i], part, output.state.detach())
+                (self.strategy.loss_scale * loss).backward()
+            self.carried[i] = self.strategy.carry(self.carried[i], part, output.state.detach())
             losses.append(torch.stack([nats.detach(), commit.detach()]))
-            usages = _add(usages, output.code_usage)
-        nats, commit = self.plan.totals(*torch.stack(losses).sum(0))
-        self.plan.finish_gradients()
+            usages = add_usages(usages, output.code_usage)
+        nats, commit = self.strategy.totals(*torch.stack(losses).sum(0))
+        self.strategy.finish_gradients()
         grad_norm = self._clip()
         if not torch.isfinite(nats + commit + grad_norm):
             raise NotFiniteError(f"loss {float(nats)}, gradient norm {float(grad_norm)}")
@@ -120,9 +121,9 @@ class Trainer:
         """Scale the gradients down to the norm allowed; their norm before that."""
         limit = self.config.optim.grad_clip
         norm = torch.nn.utils.clip_grad_norm_(
-            self.plan.parameters.values(), float("inf") if limit is None else limit
+            self.strategy.parameters.values(), float("inf") if limit is None else limit
         )
-        return self.plan.whole(norm.detach())
+        return self.strategy.whole(norm.detach())
 
     def tensors(self) -> dict[str, Tensor]:
         """All that is needed beside the model to go on bit for bit: optimizer, states, RNG.
@@ -133,39 +134,32 @@ class Trainer:
         found = {"rng/cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             found["rng/cuda"] = torch.cuda.get_rng_state(self.device)
-        for name, p in self.plan.parameters.items():
+        for name, p in self.strategy.parameters.items():
             for key, value in self.optimizer.state.get(p, {}).items():
-                found[f"optimizer/{name}/{key}"] = self.plan.whole(torch.as_tensor(value))
+                found[f"optimizer/{name}/{key}"] = self.strategy.whole(torch.as_tensor(value))
         for i, state in enumerate(self.carried):
-            found |= self.plan.whole_state(state, f"state{i}")
+            found |= self.strategy.whole_state(state, f"state{i}")
         return found
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
         """The inverse of `tensors`."""
-        for name, p in self.plan.parameters.items():
+        for name, p in self.strategy.parameters.items():
             prefix = f"optimizer/{name}/"
             moments: dict[str, Any] = {
                 key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)
             }
             for key, x in moments.items():
                 if key != "step":
-                    moments[key] = self.plan.divide(x, p)
+                    moments[key] = self.strategy.divide(x, p)
                 elif not x.is_floating_point():
                     moments[key] = int(x)  # Adafactor counts in whole numbers
             if moments:
                 self.optimizer.state[p] = moments
         n_states = len({key.split("/")[0] for key in tensors if key.startswith("state")})
         self.carried = [
-            self.plan.divide_state(tensors, f"state{i}").to(self.device) for i in range(n_states)
+            self.strategy.divide_state(tensors, f"state{i}").to(self.device)
+            for i in range(n_states)
         ]
         torch.set_rng_state(tensors["rng/cpu"])
         if "rng/cuda" in tensors and self.device.type == "cuda":
             torch.cuda.set_rng_state(tensors["rng/cuda"], self.device)
-
-
-def _add(
-    total: tuple[CodeUsage, ...] | None, usages: tuple[CodeUsage, ...]
-) -> tuple[CodeUsage, ...]:
-    if total is None:
-        return usages
-    return tuple(a + b for a, b in zip(total, usages, strict=True))

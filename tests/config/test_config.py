@@ -1,0 +1,253 @@
+"""Configs: there and back through JSON, differences by name, mistakes in one line."""
+
+import json
+import math
+from dataclasses import FrozenInstanceError, fields, replace
+from typing import get_args
+
+import pytest
+from helpers import tiny_config
+
+from transformer_vq import PRESETS
+from transformer_vq.config import (
+    DataConfig,
+    Dataset,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from transformer_vq.errors import UserError
+
+WHOLE_NUMBERS = (
+    *("steps", "batch_size", "seq_len", "backprop_len"),
+    *("log_every", "eval_every", "eval_tokens", "save_every", "keep"),
+)
+
+
+def through_json(config):
+    return RunConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+
+
+def refusal(make, *arguments, **options):
+    """The one line with which something is refused."""
+    with pytest.raises(UserError) as raised:
+        make(*arguments, **options)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_json(name):
+    config = PRESETS[name]
+    again = through_json(config)
+    assert again == config
+    assert again.differences(config) == {}
+    assert isinstance(again.optim.betas, tuple)
+
+
+def test_values_that_no_preset_has_survive_json():
+    config = RunConfig(
+        tiny_config(head_type="mqa", attention="full", revive_below=0.5),
+        DataConfig("pg19", path="/books", tokenizer="/x.model", cache="/c"),
+        OptimConfig(grad_clip=None, betas=(0.5, 0.75)),
+        TrainConfig(init_from="run", wandb="project", tensorboard=True, seed=2**63 - 1),
+    )
+    assert through_json(config) == config
+
+
+def test_only_the_model_must_be_there():
+    model = {"vocab_size": 17, "d_model": 16, "n_layer": 2}
+    assert RunConfig.from_dict({"model": model}) == RunConfig(ModelConfig(**model))
+
+
+def test_what_is_given_to_from_dict_stays_as_it_is():
+    values = json.loads(json.dumps(PRESETS["tiny"].to_dict()))
+    before = json.dumps(values)
+    RunConfig.from_dict(values)
+    assert json.dumps(values) == before
+
+
+def test_differences_name_fields_with_both_values():
+    one = PRESETS["tiny"]
+    other = replace(
+        one,
+        model=replace(one.model, d_k=32),
+        train=replace(one.train, steps=7, device="cuda"),
+        optim=replace(one.optim, betas=(0.0, 0.5)),
+    )
+    assert one.differences(other) == {
+        "model.d_k": (one.model.d_k, 32),
+        "optim.betas": (one.optim.betas, (0.0, 0.5)),
+        "train.steps": (one.train.steps, 7),
+        "train.device": ("auto", "cuda"),
+    }
+    assert other.differences(one)["train.steps"] == (7, one.train.steps)
+
+
+@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+@pytest.mark.parametrize("value", [0, -1, 1.5, 4.0, True, "3", None])
+def test_numbers_of_a_run_are_whole_and_at_least_one(name, value):
+    message = refusal(TrainConfig, **{name: value})
+    option = f"train.{name}"
+    assert message == f"{option}={value!r}: must be a whole number of at least 1"
+
+
+@pytest.mark.parametrize(
+    ("kind", "limits"),
+    [
+        (tiny_config, {"n_layer": 2**12, "vocab_size": 2**24, "d_model": 2**24, "d_k": 2**24}),
+        (tiny_config, {"n_code": 2**24, "block_len": 2**24, "pe_wavelength": 1e30}),
+        (OptimConfig, {"warmup": 2**40, "lr": 1e30, "grad_clip": 1e30}),
+        (TrainConfig, {"steps": 2**40, "batch_size": 2**24, "seq_len": 2**40, "keep": 2**40}),
+        (TrainConfig, {"log_every": 2**40, "eval_every": 2**40, "eval_tokens": 2**40}),
+        (TrainConfig, {"save_every": 2**40, "seed": 2**63 - 1}),
+        (ParallelConfig, {"dp": 2**20, "fsdp": 2**20, "cp": 2**20, "tp": 2**20}),
+    ],
+)
+def test_numbers_have_an_upper_limit(kind, limits):
+    for name, limit in limits.items():
+        assert getattr(kind(**{name: limit}), name) == limit
+        above = limit + 1 if isinstance(limit, int) else math.nextafter(limit, math.inf)
+        assert "of at most" in refusal(kind, **{name: above})
+
+
+def test_windows_must_fill_a_sequence():
+    TrainConfig(seq_len=96, backprop_len=32)
+    message = refusal(TrainConfig, seq_len=100, backprop_len=32)
+    assert message.startswith("train.seq_len=100 is not a multiple of train.backprop_len=32;")
+
+
+@pytest.mark.parametrize("parts", [5, 24])
+def test_parts_of_a_batch_must_be_equal(parts):
+    TrainConfig(batch_size=12, accumulate=4)
+    message = refusal(TrainConfig, batch_size=12, accumulate=parts)
+    assert message.startswith(f"train.batch_size=12 is not a multiple of train.accumulate={parts};")
+
+
+@pytest.mark.parametrize("parts", [-1, 0.5, "3", None])
+def test_the_number_of_parts_is_a_whole_number(parts):
+    message = refusal(TrainConfig, batch_size=12, accumulate=parts)
+    assert message == f"train.accumulate={parts!r}: must be a whole number of at least 0"
+
+
+def test_the_number_of_parts_may_be_left_open():
+    assert TrainConfig(batch_size=12, accumulate=0).accumulate == 0
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_seeds_have_63_bits(seed):
+    TrainConfig(seed=0)
+    TrainConfig(seed=2**63 - 1)
+    assert refusal(TrainConfig, seed=seed).startswith(f"train.seed={seed}: must be ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value"),
+    [
+        (TrainConfig, "train.precision", "fp16"),
+        (DataConfig, "data.dataset", "cifar"),
+        (DataConfig, "data.dataset", ""),
+        (OptimConfig, "optim.optimizer", "sgd"),
+    ],
+)
+def test_words_must_be_among_the_choices(kind, option, value):
+    name = option.split(".")[1]
+    message = refusal(kind, **{name: value})
+    assert message.startswith(f"{option}={value!r}: choose one of ")
+    assert getattr(kind(), name) in message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", 0.0),
+        ("eps", 0.0),
+        ("update_clip", -1.0),
+        ("grad_clip", 0.0),
+        ("warmup", -1),
+        ("weight_decay", 1.0),
+        ("weight_decay", -0.1),
+        ("lr_final_share", 1.1),
+        *((name, math.nan) for name in ("lr", "eps", "update_clip", "grad_clip", "weight_decay")),
+        *((name, math.inf) for name in ("lr", "eps", "update_clip", "grad_clip", "lr_final_share")),
+        *(
+            ("betas", pair)
+            for pair in [(0.9, 1.0), (-0.1, 0.5), (0.9, math.nan), (0.9,), [0.9, 0.9]]
+        ),
+    ],
+)
+def test_numbers_of_the_optimizer_are_checked(name, value):
+    message = refusal(OptimConfig, **{name: value})
+    assert message.startswith(f"optim.{name}={value!r}: ")
+
+
+def test_options_of_the_other_optimizer_are_rejected():
+    OptimConfig("adamw", betas=(0.5, 0.5), eps=1e-3)
+    OptimConfig("adafactor", update_clip=2.0)
+    assert "optim.update_clip" in refusal(OptimConfig, "adamw", update_clip=2.0)
+    assert "optim.betas" in refusal(OptimConfig, "adafactor", betas=(0.5, 0.5))
+    assert "optim.eps" in refusal(OptimConfig, "adafactor", eps=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "begin"),
+    [
+        ({"vocab_size": 0}, "model.vocab_size=0: must be a whole number of at least 1"),
+        ({"n_layer": 1.0}, "model.n_layer=1.0: must be a whole number of at least 1"),
+        ({"n_code": True}, "model.n_code=True: must be a whole number of at least 1"),
+        ({"p_dropres": 1.0}, "model.p_dropres=1.0: must be a number of at least 0 and below 1"),
+        ({"ema_decay": -0.1}, "model.ema_decay=-0.1: must be a number of at least 0 and below"),
+        ({"d_model": 15}, "model.d_model=15: must be even"),
+        ({"d_k": 5, "head_type": "mha"}, "model.d_model=16 is not a multiple of model.d_k=5"),
+        ({"pe_wavelength": 1.0}, "model.pe_wavelength=1.0: must be a number above 1"),
+        ({"pe_wavelength": math.nan}, "model.pe_wavelength=nan: must be a finite number"),
+        ({"commit_coef": -1.0}, "model.commit_coef=-1.0: must be a number of at least 0"),
+        ({"commit_coef": math.inf}, "model.commit_coef=inf: must be a finite number"),
+        ({"revive_below": -1.0}, "model.revive_below=-1.0: must be a number of at least 0"),
+        ({"n_kv_head": 2}, "model.n_kv_head=2 is for model.head_type=gqa"),
+        ({"head_type": "gqa", "n_kv_head": 3}, "model.n_kv_head=3 is incompatible with"),
+        ({"head_type": "gqa", "n_kv_head": None}, "model.head_type=gqa needs model.n_kv_head"),
+        ({"logit_scale": 0.0}, "model.logit_scale=0.0: must not be 0"),
+        ({"logit_scale": math.nan}, "model.logit_scale=nan: must be a finite number"),
+        ({"final_norm": 1}, "model.final_norm=1: must be true or false"),
+    ],
+)
+def test_what_a_model_is_made_of_is_checked(changes, begin):
+    assert refusal(tiny_config, **changes).startswith(begin)
+
+
+def test_numbers_may_be_negative_or_whole_where_that_works():
+    assert tiny_config(logit_scale=-2.5).logit_scale == -2.5
+    assert OptimConfig(lr=1, grad_clip=None) == OptimConfig(lr=1.0, grad_clip=None)
+
+
+@pytest.mark.parametrize("name", ["path", "cache", "tokenizer"])
+@pytest.mark.parametrize("path", ["", "a\0b", "\ud800", 5, ["a"]])
+def test_paths_that_cannot_exist_are_rejected(name, path):
+    assert refusal(DataConfig, "pg19", **{name: path}).startswith(f"data.{name}=")
+    assert refusal(TrainConfig, init_from=path).startswith("train.init_from=")
+
+
+def test_paths_may_have_names_that_are_not_utf_8():
+    assert DataConfig(path="\udcff").path == "\udcff"
+
+
+@pytest.mark.parametrize("dataset", [name for name in get_args(Dataset) if name != "pg19"])
+def test_a_tokenizer_is_rejected_where_it_would_be_ignored(dataset):
+    DataConfig("pg19", tokenizer="my.model")
+    message = refusal(DataConfig, dataset, tokenizer="my.model")
+    assert message.startswith("data.tokenizer='my.model': ")
+    assert "data.dataset=pg19" in message
+
+
+def test_datasets_are_text_or_images():
+    found = [name for name in get_args(Dataset) if DataConfig(name).has_images]
+    assert found == ["imagenet64", "images"]
+
+
+def test_configs_cannot_be_changed():
+    for part in (PRESETS["tiny"], *(getattr(PRESETS["tiny"], f.name) for f in fields(RunConfig))):
+        with pytest.raises(FrozenInstanceError):
+            setattr(part, fields(part)[0].name, 1)

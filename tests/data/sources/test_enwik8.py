@@ -1,0 +1,240 @@
+"""enwik8: where its splits begin, and a download that can be interrupted."""
+
+import gzip
+import hashlib
+import threading
+import time
+import zipfile
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from transformer_vq.data.sources import enwik8
+from transformer_vq.data.sources.base import DataError
+from transformer_vq.data.sources.enwik8 import download, enwik8_source
+
+CONTENT = np.random.default_rng(0).bytes(3_000_000)
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
+def split_bytes(source, split):
+    return b"".join(piece.tokens.tobytes() for piece in source.chunks(split))
+
+
+def write_zip(path, content):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("enwik8", content)
+
+
+def test_the_whole_file_has_the_published_edges(tmp_path, capsys):
+    path = tmp_path / "enwik8"
+    with open(path, "wb") as file:
+        file.truncate(100_000_000)
+        for position in (89_999_999, 94_999_999, 99_999_999):
+            file.seek(position)
+            file.write(b"x")
+    source = enwik8_source(path, tmp_path)
+    assert source.edges == (90_000_000, 95_000_000)
+    assert source.n_bytes == 100_000_000
+    assert split_bytes(source, "validation") == bytes(4_999_999) + b"x"
+    assert split_bytes(source, "test") == bytes(4_999_999) + b"x"
+    assert capsys.readouterr().err == ""
+
+
+def test_another_size_is_divided_by_proportion_with_one_line_of_warning(tmp_path, capsys):
+    path = tmp_path / "head"
+    path.write_bytes(CONTENT[:1000])
+    source = enwik8_source(path, tmp_path)
+    assert split_bytes(source, "train") == CONTENT[:900]
+    assert split_bytes(source, "validation") == CONTENT[900:950]
+    assert split_bytes(source, "test") == CONTENT[950:1000]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert "1,000 bytes" in lines[0]
+    assert "cannot be compared" in lines[0]
+
+
+def test_packed_files_and_folders_are_found(tmp_path):
+    write_zip(tmp_path / "enwik8.zip", CONTENT[:1000])
+    with gzip.open(tmp_path / "other.gz", "wb") as file:
+        file.write(CONTENT[:1000])
+    for path in (tmp_path, tmp_path / "enwik8.zip", tmp_path / "other.gz"):
+        assert split_bytes(enwik8_source(path, tmp_path), "train") == CONTENT[:900]
+
+
+def test_the_plain_file_of_a_folder_comes_before_the_packed_one(tmp_path):
+    write_zip(tmp_path / "enwik8.zip", CONTENT[:1000])
+    (tmp_path / "enwik8").write_bytes(CONTENT[:1000])
+    assert enwik8_source(tmp_path, tmp_path).files == (tmp_path / "enwik8",)
+
+
+def test_without_a_path_it_is_what_was_downloaded(tmp_path, monkeypatch):
+    with pytest.raises(DataError, match=r"run `tvq prepare enwik8` or give a file as --data\.path"):
+        enwik8_source(None, tmp_path)
+    (tmp_path / "downloads").mkdir()
+    path = tmp_path / "downloads/enwik8.zip"
+    write_zip(path, CONTENT[:1000])
+    monkeypatch.setattr(enwik8, "ZIP_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
+    assert split_bytes(enwik8_source(None, tmp_path), "train") == CONTENT[:900]
+
+
+def test_a_corrupt_download_is_rejected_without_network(tmp_path):
+    (tmp_path / "downloads").mkdir()
+    path = tmp_path / "downloads/enwik8.zip"
+    write_zip(path, CONTENT[:1000])  # intact by itself, but another file
+    with pytest.raises(DataError, match="delete it and run `tvq prepare enwik8`") as raised:
+        enwik8_source(None, tmp_path)
+    assert str(path) in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_is_missing_or_broken_is_said_in_one_line(tmp_path):
+    write_zip(tmp_path / "whole.zip", CONTENT[:1000])
+    broken = tmp_path / "enwik8.zip"
+    broken.write_bytes((tmp_path / "whole.zip").read_bytes()[:500])
+    (tmp_path / "empty").mkdir()
+    for path, message in [
+        (broken, "cannot read"),
+        (tmp_path / "absent", "does not exist"),
+        (tmp_path / "empty", "neither enwik8 nor"),
+        (Path("/dev/zero"), "neither a regular file nor a folder"),
+    ]:
+        with pytest.raises(DataError, match=message) as raised:
+            enwik8_source(path, tmp_path)
+        assert str(path) in str(raised.value)
+        assert "\n" not in str(raised.value)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Serves CONTENT as the server's `behaviour` says, and notes which ranges were asked for."""
+
+    def do_GET(self):
+        server = self.server
+        asked = self.headers.get("Range")
+        server.asked.append(asked)
+        if server.behaviour == "absent":
+            self.send_error(404)
+            return
+        resumed = asked is not None and server.behaviour != "no ranges"
+        content = CONTENT[int(asked[len("bytes=") : -1]) :] if resumed else CONTENT
+        self.send_response(206 if resumed else 200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if server.behaviour == "closes early":
+            content = content[: len(content) // 3]
+        if server.behaviour == "stalls":
+            time.sleep(1.0)
+        self.wfile.write(content)
+
+    def log_message(self, *args):
+        """Silence."""
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.behaviour, server.asked = "", []
+        server.url = f"http://127.0.0.1:{server.server_port}/enwik8.zip"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def fetch(server, cache, sha256=SHA256):
+    return download(cache, server.url, len(CONTENT), sha256)
+
+
+def assert_fails_in_one_line(server, cache, message):
+    with pytest.raises(DataError, match=message) as raised:
+        fetch(server, cache)
+    assert "\n" not in str(raised.value)
+    assert "run it again to resume" in str(raised.value)
+    assert "--data.path" in str(raised.value)
+
+
+def test_a_download_is_put_into_place_whole_and_only_once(server, tmp_path):
+    path = fetch(server, tmp_path / "cache")
+    assert path == tmp_path / "cache/downloads/enwik8.zip"
+    assert path.read_bytes() == CONTENT
+    assert fetch(server, tmp_path / "cache") == path
+    assert server.asked == [None]
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_of_another_size_is_fetched_again(server, tmp_path):
+    path = fetch(server, tmp_path)
+    path.write_bytes(CONTENT[:10])
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
+
+
+def test_a_corrupt_file_of_the_right_size_is_fetched_again_with_a_warning(server, tmp_path, capsys):
+    path = fetch(server, tmp_path)
+    path.write_bytes(bytes([CONTENT[0] ^ 1]) + CONTENT[1:])
+    capsys.readouterr()
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(path) in line
+
+
+@pytest.mark.parametrize("content", [b"precious", None])
+def test_a_partial_file_that_is_a_link_is_not_written_through(server, tmp_path, content):
+    (tmp_path / "downloads").mkdir()
+    other = tmp_path / "other"
+    if content is not None:
+        other.write_bytes(content)
+    (tmp_path / "downloads/enwik8.zip.partial").symlink_to(other)
+    path = fetch(server, tmp_path)
+    assert path.read_bytes() == CONTENT
+    assert not path.is_symlink()
+    assert (other.read_bytes() if other.exists() else None) == content
+
+
+def test_an_interrupted_download_goes_on_where_it_stopped(server, tmp_path):
+    server.behaviour = "closes early"
+    assert_fails_in_one_line(server, tmp_path, "closed after 1,000,000 of 3,000,000 bytes")
+    server.behaviour = ""
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
+    assert server.asked == [None, "bytes=1000000-"]
+
+
+def test_a_server_without_ranges_sends_all_again(server, tmp_path):
+    server.behaviour = "closes early"
+    assert_fails_in_one_line(server, tmp_path, "closed after")
+    server.behaviour = "no ranges"
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
+    assert server.asked == [None, "bytes=1000000-"]
+
+
+def test_a_wrong_checksum_leaves_nothing_behind(server, tmp_path):
+    with pytest.raises(DataError, match="is not the published") as raised:
+        fetch(server, tmp_path, sha256="0" * 64)
+    assert "\n" not in str(raised.value)
+    assert list((tmp_path / "downloads").iterdir()) == []
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
+
+
+def test_a_partial_file_that_is_already_whole_is_only_checked(server, tmp_path):
+    (tmp_path / "downloads").mkdir()
+    (tmp_path / "downloads/enwik8.zip.partial").write_bytes(CONTENT)
+    assert fetch(server, tmp_path).read_bytes() == CONTENT
+    assert server.asked == []
+
+
+def test_network_errors_are_one_line(server, tmp_path, monkeypatch):
+    server.behaviour = "absent"
+    assert_fails_in_one_line(server, tmp_path, "404")
+    server.behaviour = "stalls"
+    monkeypatch.setattr(enwik8, "TIMEOUT", 0.1)
+    assert_fails_in_one_line(server, tmp_path, "timed out")
+
+
+def test_no_server_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    with pytest.raises(DataError, match="cannot download") as raised:
+        download(tmp_path, "http://127.0.0.1:9/enwik8.zip")
+    assert "\n" not in str(raised.value)

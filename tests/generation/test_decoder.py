@@ -1,0 +1,123 @@
+"""Decoding in place equals the forward, token by token."""
+
+import pytest
+import torch
+from helpers import assert_close, tiny_config
+
+from transformer_vq import TransformerVQ
+from transformer_vq.generation.decoder import Decoder
+
+HEADS = ["shga", "mqa", "mha", "gqa"]
+
+
+def make(dtype=torch.float64, seed=3, **overrides):
+    torch.manual_seed(seed)
+    return TransformerVQ(tiny_config(**overrides)).to(dtype).eval()
+
+
+@pytest.mark.parametrize("head_type", HEADS)
+@pytest.mark.parametrize("compressive_cache", [True, False])
+@pytest.mark.parametrize("n_prompt", [0, 1, 3, 4, 9, 30])
+def test_decoding_equals_the_forward(head_type, compressive_cache, n_prompt):
+    model = make(head_type=head_type, compressive_cache=compressive_cache)
+    tokens = torch.randint(17, (3, n_prompt + 25))
+    want = model(tokens).logits
+    state = model.init_state(3)
+    if n_prompt:
+        state = model(tokens[:, :n_prompt]).state
+    decoder = Decoder(model, state)
+    got = torch.stack([decoder.step(tokens[:, i]) for i in range(n_prompt, tokens.shape[1])], 1)
+    assert_close("logits", got, want[:, n_prompt:], 1e-12)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"absolute_positions": True},
+        {"tie_embeddings": True, "final_norm": True, "logit_scale": 0.1},
+        {"p_dropsin": 0.3, "p_dropres": 0.3, "p_droplyr": 0.3},
+    ],
+)
+def test_every_kind_of_model_can_decode(overrides):
+    model = make(**overrides)
+    if model.positions is not None:
+        torch.nn.init.ones_(model.positions.scale)
+    tokens = torch.randint(17, (2, 20))
+    want = model(tokens).logits
+    decoder = Decoder(model, model(tokens[:, :7]).state)
+    got = torch.stack([decoder.step(tokens[:, i]) for i in range(7, 20)], 1)
+    assert_close("logits", got, want[:, 7:], 1e-12)
+
+
+def test_rows_may_stand_at_different_positions():
+    model = make()
+    tokens = torch.randint(17, (2, 30))
+    valid = torch.ones(2, 10, dtype=torch.bool)
+    valid[1, :8] = False
+    decoder = Decoder(model, model(tokens[:, :10], valid=valid).state)
+    got = torch.stack([decoder.step(tokens[:, i]) for i in range(10, 30)], 1)
+    assert_close("row 0", got[0], model(tokens[:1]).logits[0, 10:], 1e-12)
+    assert_close("row 1", got[1], model(tokens[1:, 8:]).logits[0, 2:], 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_float32_and_bfloat16_stay_near(dtype, tolerance, seed):
+    model = make(dtype, seed, n_layer=1)
+    tokens = torch.randint(17, (2, 40))
+    decoder = Decoder(model, model(tokens[:, :9]).state)
+    got = torch.stack([decoder.step(tokens[:, i]) for i in range(9, 40)], 1)
+    assert_close("logits", got, model(tokens).logits[:, 9:], tolerance)
+
+
+@pytest.mark.parametrize("n", [1, 3, 4, 11])
+def test_the_state_it_hands_out_is_that_of_the_forward(n):
+    model = make()
+    tokens = torch.randint(17, (2, 6 + n))
+    decoder = Decoder(model, model(tokens[:, :6]).state)
+    for i in range(6, 6 + n):
+        decoder.step(tokens[:, i])
+    got, want = decoder.state(), model(tokens).state
+    assert torch.equal(got.position, want.position)
+    more = torch.randint(17, (2, 9))
+    assert_close("later", model(more, got).logits, model(more, want).logits, 1e-12)
+    for a, b in zip(got.layers, want.layers, strict=True):
+        assert torch.equal(a.z, b.z)
+        assert torch.equal(a.cache.count, b.cache.count)
+
+
+def test_the_state_it_was_given_stays_as_it_is():
+    model = make()
+    state = model(torch.randint(17, (2, 12))).state
+    before = [x.clone() for x in (state.layers[0].k, state.layers[0].cache.mean, state.position)]
+    decoder = Decoder(model, state)
+    for _ in range(5):
+        decoder.step(torch.tensor([1, 2]))
+    after = [state.layers[0].k, state.layers[0].cache.mean, state.position]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("head_type", HEADS)
+@pytest.mark.parametrize("n_prompt", [0, 1, 9])
+def test_full_attention_decodes_within_its_room(head_type, n_prompt):
+    model = make(attention="full", head_type=head_type)
+    tokens = torch.randint(17, (2, n_prompt + 10))
+    state = model(tokens[:, :n_prompt]).state if n_prompt else model.init_state(2)
+    decoder = Decoder(model, state, room=10)
+    got = torch.stack([decoder.step(tokens[:, i]) for i in range(n_prompt, n_prompt + 10)], 1)
+    assert_close("logits", got, model(tokens).logits[:, n_prompt:], 1e-12)
+    more = torch.randint(17, (2, 3))
+    want = model(torch.cat([tokens, more], 1)).logits[:, -3:]
+    assert_close("later", model(more, decoder.state()).logits, want, 1e-12)
+    with pytest.raises(ValueError, match="no room for token"):
+        decoder.step(tokens[:, 0])
+
+
+def test_rows_of_full_attention_may_stand_at_different_positions():
+    model = make(attention="full")
+    tokens = torch.randint(17, (2, 20))
+    valid = torch.ones(2, 10, dtype=torch.bool)
+    valid[1, :8] = False
+    decoder = Decoder(model, model(tokens[:, :10], valid=valid).state, room=10)
+    got = torch.stack([decoder.step(tokens[:, i]) for i in range(10, 20)], 1)
+    assert_close("row 1", got[1], model(tokens[1:, 8:]).logits[0, 2:], 1e-12)

@@ -1,0 +1,208 @@
+"""Sampling: token by token from a state, the same as the forward pass says all at once."""
+
+import sys
+
+import pytest
+import torch
+from helpers import tiny_config
+
+from transformer_vq import TransformerVQ
+from transformer_vq.generation.decode import generate, stream
+from transformer_vq.generation.prefill import prefill
+from transformer_vq.generation.sampling import Sampling
+
+module = sys.modules["transformer_vq.generation.prefill"]
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+
+
+@pytest.fixture(params=["shga", "mqa", "mha", "gqa", "full"])
+def model(request):
+    kind = {"attention": "full"} if request.param == "full" else {"head_type": request.param}
+    return TransformerVQ(tiny_config(n_layer=1, **kind)).double().eval()
+
+
+@pytest.fixture
+def vq():
+    return TransformerVQ(tiny_config()).double().eval()
+
+
+def draws(p, n=300, **options):
+    """Which tokens come out for these probabilities, drawn n times."""
+    logits = torch.tensor(p, dtype=torch.float64).log().expand(n, -1)
+    chance = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return Sampling(**options).choose(logits, chance).tolist()
+
+
+@torch.no_grad()
+def test_greedy_tokens_are_the_likeliest_ones_of_the_forward_pass(model):
+    tokens = generate(model, PROMPT, 12, temperature=0)
+    assert len(tokens) == 12
+    logits = model(torch.tensor([PROMPT + tokens])).logits[0]
+    assert logits[len(PROMPT) - 1 : -1].argmax(-1).tolist() == tokens
+
+
+def test_the_same_seed_gives_the_same_tokens(model):
+    first = generate(model, PROMPT, 12, seed=7)
+    torch.manual_seed(99)
+    assert generate(model, PROMPT, 12, seed=7) == first
+    assert generate(model, PROMPT, 12, seed=8) != first
+
+
+def test_sampling_leaves_the_global_generator_alone(vq):
+    before = torch.get_rng_state()
+    generate(vq, PROMPT, 3)
+    generate(vq, PROMPT, 3, seed=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-7}])
+def test_what_leaves_one_token_is_greedy(model, options):
+    greedy = generate(model, PROMPT, 8, temperature=0)
+    assert generate(model, PROMPT, 8, seed=3, **options) == greedy
+
+
+def test_a_stream_is_the_same_tokens_one_by_one(vq):
+    tokens = [token for (token,) in stream(vq, prefill(vq, [PROMPT]), 10, seed=1)]
+    assert tokens == generate(vq, PROMPT, 10, seed=1)
+
+
+def test_fewer_tokens_are_the_beginning_of_more(vq):
+    assert generate(vq, PROMPT, 4, seed=1) == generate(vq, PROMPT, 12, seed=1)[:4]
+    assert generate(vq, PROMPT, 0, seed=1) == []
+
+
+@pytest.mark.parametrize("prefill", [1, 3, 10])
+def test_a_prompt_may_be_read_in_segments(model, monkeypatch, prefill):
+    whole = generate(model, PROMPT, 8, seed=2)
+    monkeypatch.setattr(module, "SEGMENT_LEN", prefill)
+    assert generate(model, PROMPT, 8, seed=2) == whole
+
+
+def test_no_segment_is_longer_than_the_prefill(vq, monkeypatch):
+    lengths = []
+    vq.register_forward_pre_hook(lambda _, arguments: lengths.append(arguments[0].shape[1]))
+    monkeypatch.setattr(module, "SEGMENT_LEN", 4)
+    generate(vq, PROMPT, 1, seed=0)
+    assert lengths[:3] == [4, 4, 3]
+    assert set(lengths[3:]) <= {1}
+
+
+def test_all_tokens_can_be_drawn_as_often_as_they_are_likely():
+    counts = torch.bincount(torch.tensor(draws([0.1, 0.2, 0.7], n=4000))).tolist()
+    for count, p in zip(counts, [0.1, 0.2, 0.7], strict=True):
+        assert abs(count - 4000 * p) < 4 * (4000 * p * (1 - p)) ** 0.5  # four standard deviations
+
+
+@pytest.mark.parametrize(
+    ("options", "left"),
+    [
+        ({}, {0, 1, 2, 3}),
+        ({"top_k": 2}, {1, 3}),
+        ({"top_k": 3}, {1, 2, 3}),
+        ({"top_k": 9}, {0, 1, 2, 3}),
+        ({"top_p": 0.3}, {1}),
+        ({"top_p": 0.45}, {1, 3}),
+        ({"top_p": 0.75}, {1, 2, 3}),
+        ({"top_p": 0.75, "top_k": 2}, {1, 3}),
+        ({"top_p": 0.3, "top_k": 2}, {1}),
+    ],
+)
+def test_the_likeliest_tokens_are_left(options, left):
+    """With top_p as few of them as reach that mass together."""
+    assert set(draws([0.1, 0.4, 0.2, 0.3], **options)) == left
+
+
+def test_temperature_flattens_or_sharpens():
+    cold, plain, hot = (draws([0.2, 0.8], temperature=t).count(0) for t in (0.5, 1.0, 5.0))
+    assert cold < plain < hot
+    assert abs(cold - 300 / 17) < 4 * (300 * 16) ** 0.5 / 17  # 0.2^2 : 0.8^2 = 1 : 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_tokens": []}, "a prompt has no tokens; start it with the tokenizer's bos"),
+        ({"prompt_tokens": [17]}, "token 17 is outside the vocabulary of 17"),
+        ({"temperature": -0.1}, "temperature=-0.1: must be"),
+        ({"top_p": 0.0}, "top_p=0.0: must be above 0 and at most 1"),
+        ({"top_p": 1.1}, "top_p=1.1: must be above 0 and at most 1"),
+        ({"max_new_tokens": -1}, "max_new_tokens=-1: must not be negative"),
+        ({"top_k": 0}, "top_k=0: must be at least 1, or None"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(vq, arguments, message):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the message is compared below
+        generate(vq, **({"prompt_tokens": PROMPT, "max_new_tokens": 1} | arguments))
+    assert str(raised.value).startswith(message)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_of_the_model_is_restored(vq, training):
+    vq.train(training)
+    generate(vq, PROMPT, 2)
+    assert vq.training is training
+    tokens = stream(vq, prefill(vq, [PROMPT]), 5)
+    next(tokens)
+    tokens.close()
+    assert vq.training is training
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        generate(vq, [99], 1)
+    assert vq.training is training
+
+
+def test_dropout_is_off_while_sampling():
+    model = TransformerVQ(tiny_config(p_dropres=0.5, p_dropsin=0.5, p_droplyr=0.5)).double()
+    training = generate(model.train(), PROMPT, 8, temperature=0)
+    assert training == generate(model.eval(), PROMPT, 8, temperature=0)
+
+
+def test_no_graph_is_kept(vq):
+    states = []
+    vq.register_forward_hook(lambda *arguments: states.append(arguments[2].state))
+    generate(vq, PROMPT, 3)
+    assert len(states) == 1  # later tokens are decoded in place
+    assert not any(layer.v.requires_grad for state in states for layer in state.layers)
+
+
+def test_a_row_draws_the_same_whatever_the_others_are(model):
+    prompts = [PROMPT, PROMPT[:3], PROMPT[:7]]
+    together = list(zip(*stream(model, prefill(model, prompts), 9, seed=5), strict=True))
+    first = list(stream(model, prefill(model, prompts[:1]), 9, seed=5))
+    assert [token for (token,) in first] == list(together[0])
+    two = list(zip(*stream(model, prefill(model, prompts[:2]), 9, seed=5), strict=True))
+    assert two == together[:2]
+
+
+def test_prompts_of_different_lengths_are_read_as_each_alone(model, monkeypatch):
+    monkeypatch.setattr(module, "SEGMENT_LEN", 4)
+    prompts = [PROMPT, PROMPT[:1], PROMPT[:6]]
+    together = prefill(model, prompts)
+    for row, prompt in enumerate(prompts):
+        separate = prefill(model, [prompt]).logits[0]
+        assert torch.allclose(together.logits[row], separate, rtol=1e-10, atol=1e-12)
+
+
+def test_several_samples_of_one_prompt(vq):
+    context = prefill(vq, [PROMPT]).repeat(3)
+    samples = list(zip(*stream(vq, context, 12, seed=1), strict=True))
+    assert len(set(samples)) == 3
+    assert list(samples[0]) == generate(vq, PROMPT, 12, seed=1)
+
+
+def test_a_stop_token_ends_its_row(vq):
+    context = prefill(vq, [PROMPT]).repeat(2)
+    free = list(zip(*stream(vq, context, 30, seed=1), strict=True))
+    stop = free[0][4]
+    rows = list(zip(*stream(vq, context, 30, seed=1, stop_tokens=[stop]), strict=True))
+    first = free[0].index(stop)
+    assert rows[0][: first + 1] == free[0][: first + 1]
+    assert set(rows[0][first + 1 :]) <= {None}
+    ended = generate(vq, PROMPT, 30, seed=1, stop_tokens=[stop])
+    assert ended == list(free[0][: first + 1])
+
+
+def test_reading_goes_on_where_a_context_ended(vq):
+    begun = prefill(vq, [PROMPT[:5]])
+    whole = prefill(vq, [PROMPT])
+    assert torch.allclose(prefill(vq, [PROMPT[5:]], begun).logits, whole.logits, rtol=1e-10)

@@ -1,0 +1,197 @@
+"""Samples: text as it comes, stop strings, characters split over tokens, images."""
+
+import json
+
+import numpy as np
+import pytest
+from helpers import tiny_config, tiny_run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transformer_vq import TransformerVQ
+from transformer_vq.cli.main import main
+from transformer_vq.data.tokenizers import ByteTokenizer
+from transformer_vq.generation.images import sample_images, save_grid
+from transformer_vq.generation.sampling import Sampling
+from transformer_vq.generation.text import TextStream, prefill_text, sample_text
+from transformer_vq.training.run import train
+
+
+def pushed(text, stop=()):
+    """The pieces in which a text comes out byte by byte, and whether it was stopped."""
+    stream = TextStream(ByteTokenizer(), stop)
+    pieces = [stream.push(token) for token in text.encode()]
+    return [*pieces, stream.end()], stream.stopped
+
+
+@given(st.text())
+def test_text_comes_out_as_it_went_in(text):
+    pieces, stopped = pushed(text)
+    assert "".join(pieces) == text
+    assert not stopped
+
+
+def test_a_character_appears_when_its_last_byte_is_there():
+    pieces, _ = pushed("a\u00e9\U0001f600b")
+    assert pieces == ["a", "", "\u00e9", "", "", "", "\U0001f600", "b", ""]
+
+
+def test_half_a_character_at_the_end_is_marked():
+    stream = TextStream(ByteTokenizer())
+    assert stream.push(0xC3) == ""
+    assert stream.end() == "\ufffd"
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=2))
+def test_nothing_after_a_stop_string_and_not_the_string_itself(text, stop):
+    pieces, stopped = pushed(text, stop)
+    # The stop string that is complete first ends the text, whatever comes later.
+    ends = [text.find(word) + len(word) for word in stop if word in text]
+    first = min(ends, default=None)
+    want = text
+    if first is not None:
+        want = min((text[:first].split(word)[0] for word in stop), key=len)
+    assert "".join(pieces) == want
+    assert stopped == (first is not None)
+
+
+def test_what_might_become_a_stop_string_is_held_back():
+    assert pushed("xSTy", ["STOP"])[0] == ["x", "", "", "STy", ""]
+    assert pushed("xST", ["STOP"])[0] == ["x", "", "", "ST"]
+
+
+def test_the_first_row_is_written_as_it_comes():
+    model, tokenizer = TransformerVQ(tiny_config(vocab_size=256)).eval(), ByteTokenizer()
+    context = prefill_text(model, tokenizer, "hello")
+    written = []
+    options = {"seed": 1, "write": written.append}
+    texts = sample_text(model, tokenizer, context.repeat(3), 20, Sampling(), **options)
+    assert len(set(texts)) == 3
+    assert "".join(written) == texts[0]
+    assert sample_text(model, tokenizer, context, 20, Sampling(), seed=1) == texts[:1]
+
+
+def test_an_empty_prompt_begins_a_document_and_adds_nothing_to_a_context():
+    model = TransformerVQ(tiny_config(vocab_size=256)).eval()
+    begun = prefill_text(model, ByteTokenizer(), "")
+    assert begun.state.position.tolist() == [1]
+    assert prefill_text(model, ByteTokenizer(), "", begun) is begun
+
+
+def test_images_keep_their_upper_part(tmp_path):
+    from PIL import Image
+
+    original = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(original).save(tmp_path / "a.png")
+    model = TransformerVQ(tiny_config(vocab_size=256, block_len=64)).eval()
+    drawn = sample_images(
+        model, 0, Sampling(), n=2, images=[tmp_path / "a.png"], keep=63 / 64, seed=1
+    )
+    assert drawn.shape == (2, 64, 64, 3)
+    assert (drawn[:, :63] == original[:63]).all()
+    assert (drawn[0, 63] != drawn[1, 63]).any()
+    save_grid(np.concatenate([drawn, drawn[:1]]), tmp_path / "grid.png", scale=2)
+    with Image.open(tmp_path / "grid.png") as image:
+        grid = np.asarray(image)
+    assert grid.shape == (256, 256, 3)
+    assert (grid[::2, ::2][:64, 64:] == drawn[1]).all()
+    assert (grid[128:, 128:] == 255).all()  # three images leave one place free
+    with pytest.raises(ValueError, match="keep=1"):
+        sample_images(model, 0, Sampling(), images=[tmp_path / "a.png"], keep=1)
+
+
+@pytest.fixture
+def run(tmp_path):
+    train(tiny_run(tmp_path, train={"steps": 2}), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def sampled(capsys, *arguments):
+    capsys.readouterr()
+    main(["sample", *map(str, arguments)])
+    return capsys.readouterr().out
+
+
+def test_the_command_writes_what_the_library_draws(run, tmp_path, capsys):
+    options = ["--tokens", 30, "--seed", 3]
+    out = sampled(capsys, run, "--prompt", "the cat", *options)
+    assert out.startswith("the cat")
+    (tmp_path / "prompt.txt").write_text("the cat")
+    from_file = sampled(capsys, run, "--prompt-file", tmp_path / "prompt.txt", *options)
+    assert out == "the cat" + from_file
+    several = sampled(capsys, run, "--prompt", "the cat", "--batch", 2, "--json", *options)
+    texts = json.loads(several.splitlines()[-1])["texts"]
+    assert texts[0] + "\n" == from_file
+    assert "--- 2 ---" in several
+    assert sampled(capsys, run, *options)  # nothing to go on from
+    assert sampled(capsys, run, "--prompt", "the cat", "--tokens", 0) == "the cat\n"
+
+
+def test_a_saved_state_goes_on_without_its_prompt(run, tmp_path, capsys):
+    options = ["--tokens", 30, "--seed", 3]
+    whole = sampled(capsys, run, "--prompt", "the cat sat", *options)
+    state = tmp_path / "state"
+    sampled(capsys, run, "--prompt", "the cat", "--tokens", 0, "--save-state", state)
+    later = sampled(capsys, run, "--load-state", state, "--prompt", " sat", *options)
+    assert whole == "the cat" + later
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--top-p", "0"], "--top-p 0.0"),
+        (["--top-p", "2"], "--top-p 2.0"),
+        (["--temperature", "-1"], "--temperature -1.0"),
+        (["--top-k", "0"], "--top-k 0"),
+        (["--batch", "0"], "--batch 0"),
+        (["--tokens", "-1"], "--tokens -1: must not be negative"),
+        (["--prompt", "a", "--prompt-file", "b"], "not both"),
+        (["--prompt-file", "no-such-file"], "no-such-file"),
+        (["--load-state", "no-such-state"], "no-such-state"),
+        (["--save-state", "no-such-folder/state"], "a folder that exists"),
+        (["--out", "no-such-folder/drawn.png"], "a folder that exists"),
+    ],
+)
+def test_mistakes_are_one_line(run, capsys, arguments, says):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        main(["sample", str(run), *arguments])
+    captured = capsys.readouterr()
+    assert stop.value.code == 2
+    assert len(captured.err.strip().splitlines()) == 1
+    assert says in captured.err
+
+
+def test_a_model_of_images_draws(tmp_path, capsys):
+    from PIL import Image
+
+    folder = tmp_path / "images"
+    folder.mkdir()
+    generator = np.random.default_rng(0)
+    for number in range(3):
+        image = generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        Image.fromarray(image).save(folder / f"{number}.png")
+    long_blocks = {"block_len": 256}  # for prompts of 12,000 tokens
+    config = tiny_run(tmp_path, model=long_blocks, train={"steps": 1, "batch_size": 1})
+    data = type(config.data)("images", str(folder), cache=config.data.cache)
+    train(type(config)(config.model, data, config.optim, config.train), tmp_path / "run")
+    out = tmp_path / "drawn.png"
+    arguments = ["--images", folder / "0.png", "--keep", 63 / 64, "--seed", 1]
+    assert sampled(capsys, tmp_path / "run", *arguments, "--out", out) == f"{out}\n"
+    with Image.open(out) as image:
+        assert image.size == (256, 256)
+
+    # Without --out the image lies in the run, where the last one is replaced; no other file is.
+    default = tmp_path / "run" / "samples.png"
+    default.write_bytes(b"the one before")
+    assert sampled(capsys, tmp_path / "run", *arguments) == f"{default}\n"
+    assert default.read_bytes() == out.read_bytes()
+    before = out.stat().st_mtime_ns
+    with pytest.raises(SystemExit) as stop:
+        main(["sample", str(tmp_path / "run"), *map(str, arguments), "--out", str(out)])
+    assert stop.value.code == 2
+    assert (
+        capsys.readouterr().err
+        == f"tvq: --out {out}: the file exists; use --overwrite or another name\n"
+    )
+    assert out.stat().st_mtime_ns == before

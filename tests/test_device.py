@@ -1,0 +1,126 @@
+"""The mode a model is in while it is measured or writes, and memory that is kept."""
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from transformer_vq.device import evaluating, find_device, has_fast_bf16, keep_freed_memory
+from transformer_vq.errors import UserError
+
+
+def pretend_gpus(monkeypatch, n):
+    gpu = torch.device("cuda") if n else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: gpu)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: n)
+
+
+def test_find_device_takes_a_gpu_if_there_is_one(monkeypatch):
+    pretend_gpus(monkeypatch, 0)
+    assert find_device() == find_device("cpu") == find_device("cpu:0") == torch.device("cpu")
+    pretend_gpus(monkeypatch, 2)
+    assert find_device() == torch.device("cuda")
+    assert find_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch, "empty", lambda *shape, device: None)
+    assert find_device("cuda:1") == torch.device("cuda:1")
+    assert find_device("cuda") == torch.device("cuda")
+
+
+@pytest.mark.parametrize("n_gpus", [0, 2])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "",
+            "meta",
+            "cpu:5",
+            "cpu:-1",
+            "cuda:2",
+            "cuda:99",
+            "cuda:-1",
+            "cuda:" + "9" * 30,
+            "cuda:",
+        ),
+        *("CPU", " cpu", "cpu\0", "cp\nu", "\ud800", "xla", "mkldnn", "privateuseone", "tpu", "0"),
+    ],
+)
+def test_find_device_rejects_what_cannot_train(monkeypatch, n_gpus, name):
+    pretend_gpus(monkeypatch, n_gpus)
+    with pytest.raises(UserError) as raised:
+        find_device(name)
+    message = str(raised.value)
+    assert message.splitlines() == [message]
+    assert repr(name) in message
+    assert "cpu" in message.split(";")[1]
+    assert ("cuda:1" in message.split(";")[1]) == (n_gpus == 2)
+
+
+@given(st.text().filter(lambda name: name not in ("auto", "cpu", "cpu:0", "cuda", "cuda:0", "mps")))
+def test_find_device_rejects_any_other_text(name):
+    with pytest.raises(UserError):
+        find_device(name)
+
+
+def test_find_device_gives_the_reason_if_a_gpu_does_not_work(monkeypatch):
+    def fail(*shape, device):
+        raise RuntimeError("no driver\nsecond line")
+
+    pretend_gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(UserError, match=r"^device 'cuda' .*\(no driver\); use cpu$"):
+        find_device("cuda")
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluating_leaves_the_mode_as_it_was_whatever_happens(training):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).train(training)
+
+    def use() -> None:
+        with evaluating(model):
+            assert not any(module.training for module in model.modules())
+            assert not model(torch.ones(2)).requires_grad
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        use()
+    assert all(module.training == training for module in model.modules())
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("takes_thresholds", "want"),
+    # Pieces by mmap from 2 GB on, or none at all; nothing trimmed.
+    [(1, [(-3, 2**31 - 1), (-1, -1)]), (0, [(-4, 0), (-3, 2**31 - 1), (-1, -1)])],
+)
+def test_glibc_is_told_to_keep_large_pieces(monkeypatch, takes_thresholds, want):
+    calls = []
+
+    class Library:
+        def __init__(self, name):
+            pass
+
+        def mallopt(self, number, value):
+            calls.append((number, value))
+            return takes_thresholds
+
+    monkeypatch.setattr(ctypes, "CDLL", Library)
+    keep_freed_memory()
+    assert sorted(calls) == want
+
+
+def test_other_c_libraries_are_left_alone(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    keep_freed_memory()
+    assert torch.zeros(3).sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("found", "fast"), [({"amx_bf16": True}, True), ({"bf16": True}, True), ({"avx2": True}, False)]
+)
+def test_a_processor_says_whether_it_has_bf16(monkeypatch, found, fast):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    assert has_fast_bf16(torch.device("cpu")) == fast
+    assert has_fast_bf16(torch.device("cuda"))

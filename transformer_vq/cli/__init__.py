@@ -1,0 +1,1 @@
+"""The `tvq` command: one file per command, imported when it runs."""

@@ -1,0 +1,131 @@
+"""enwik8: the first 100,000,000 bytes of a Wikipedia dump, 90M / 5M / 5M, and its download."""
+
+from __future__ import annotations
+
+import http.client
+import os
+from dataclasses import replace
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from transformer_vq.data.sources.base import DataError, kind_of
+from transformer_vq.data.sources.text import CHUNK, ByteFiles
+from transformer_vq.files import CorruptFileError, file_digest
+from transformer_vq.progress import progress_bar, warn
+
+URL = "http://mattmahoney.net/dc/enwik8.zip"
+ZIP_SIZE = 36_445_475
+ZIP_SHA256 = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
+SIZE = 100_000_000
+EDGES = (90_000_000, 95_000_000)
+NAMES = ("enwik8", "enwik8.zip", "enwik8.xz", "enwik8.gz", "enwik8.bz2")
+TIMEOUT = 30.0  # seconds without a byte
+
+
+def enwik8_source(path: Path | None, cache: Path) -> ByteFiles:
+    """The published split of enwik8; a file of another size is divided in the same proportions.
+
+    path: the file, packed or not, or a folder that holds it; without it, what `download` left.
+    """
+    file = _find(path, cache)
+    source = ByteFiles.of(file, [file])
+    if source.n_bytes == SIZE:
+        return replace(source, edges=EDGES)
+    warn(
+        f"{file} has {source.n_bytes:,} bytes instead of the {SIZE:,} of enwik8: "
+        "figures cannot be compared with published ones"
+    )
+    return source
+
+
+def download(cache: Path, url: str = URL, size: int = ZIP_SIZE, sha256: str = ZIP_SHA256) -> Path:
+    """Fetch the zip file unless an intact copy exists; resumes an earlier download.
+
+    A corrupt copy is replaced, with a warning.
+    """
+    target = _downloaded(cache)
+    if _is_intact(target, sha256):
+        return target
+    if os.path.lexists(target):
+        warn(f"{target} is not the published enwik8.zip; downloading it again")
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _fetch(url, partial, size)
+        digest = file_digest(partial)
+        if digest == sha256:
+            os.replace(partial, target)
+            return target
+        partial.unlink()
+    except (OSError, CorruptFileError, http.client.HTTPException) as error:
+        if isinstance(error, HTTPError):
+            error.close()  # it holds the connection
+        why = str(error) or type(error).__name__
+        raise DataError(
+            f"cannot download {url}: {why}; run it again to resume, or give a local file as "
+            "--data.path"
+        ) from error
+    raise DataError(
+        f"{url} is not the published enwik8.zip (SHA-256 {digest}); it was deleted, run it again "
+        "or give a local file as --data.path"
+    )
+
+
+def _find(path: Path | None, cache: Path) -> Path:
+    if path is None:
+        file = _downloaded(cache)
+        if not os.path.lexists(file):
+            raise DataError(
+                "enwik8 is not downloaded; run `tvq prepare enwik8` or give a file as --data.path"
+            )
+        if not _is_intact(file, ZIP_SHA256):
+            fix = "delete it and run `tvq prepare enwik8`"
+            raise DataError(f"{file} is not the published enwik8.zip, it may be corrupt; {fix}")
+        return file
+    if kind_of(path, "--data.path must be enwik8 or enwik8.zip") == "file":
+        return path
+    found = [path / name for name in NAMES if (path / name).is_file()]
+    if not found:
+        raise DataError(
+            f"there is neither enwik8 nor enwik8.zip in {path}; give another --data.path"
+        )
+    return found[0]
+
+
+def _downloaded(cache: Path) -> Path:
+    return cache / "downloads" / "enwik8.zip"
+
+
+def _is_intact(file: Path, sha256: str) -> bool:
+    try:
+        return file.is_file() and file_digest(file) == sha256
+    except (OSError, CorruptFileError):
+        return False
+
+
+def _fetch(url: str, partial: Path, size: int) -> None:
+    """Append what is missing; a server that cannot begin in the middle sends all again."""
+    if partial.is_symlink() or not partial.is_file():
+        partial.unlink(missing_ok=True)  # nothing is ever written through a link
+    done = partial.stat().st_size if partial.is_file() else 0
+    if done >= size:
+        return
+    request = Request(url, headers={"Range": f"bytes={done}-"} if done else {})
+    with urlopen(request, timeout=TIMEOUT) as response:
+        resumed = response.status == http.client.PARTIAL_CONTENT
+        done = done if resumed else 0
+        with (
+            open(partial, "ab" if resumed else "wb", opener=_open_no_link) as file,
+            progress_bar("downloading enwik8", size, "B", done) as advance,
+        ):
+            while done < size and (data := response.read(CHUNK)):
+                file.write(data)
+                done += len(data)
+                advance(len(data))
+    if done < size:
+        raise OSError(f"the connection closed after {done:,} of {size:,} bytes")
+
+
+def _open_no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)

@@ -1,0 +1,1 @@
+"""Generation: prefill, decode, sampling rules, text streaming and snapshots."""

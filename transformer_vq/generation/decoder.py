@@ -1,0 +1,139 @@
+"""Decoding in place: the same function as `TransformerVQ.forward`, one token per row and call.
+
+What depends on weights alone is worked out once: codebooks, projected sinusoids, and one matrix for
+all projections of a layer. With quantized keys the state does not grow, so a token costs the same
+at any position; full attention gets room for the tokens to come and fills it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from transformer_vq.nn.attention import FullAttention, VQAttention
+from transformer_vq.nn.heads import Attention
+from transformer_vq.nn.layers import rms_norm
+from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.nn.quantizer import nearest_code
+from transformer_vq.nn.state import ModelState
+from transformer_vq.ops.cache import accumulation_dtype
+from transformer_vq.ops.decode import Ring, attend_one_
+from transformer_vq.ops.quadratic import quadratic_attention
+from transformer_vq.ops.state import AttentionState
+
+
+class Decoder:
+    """A model that goes on from a state, which it copies; in evaluation, without gradients.
+
+    room: how many tokens will come; needed for full attention only, whose state grows.
+    """
+
+    def __init__(self, model: TransformerVQ, state: ModelState, room: int = 0) -> None:
+        self.model = model
+        self._position = state.position.clone()
+        states = iter(state.detach().layers)
+        self._layers: dict[int, _Layer] = {}
+        for i, branch in enumerate(model.branches):
+            if isinstance(branch, VQAttention):
+                self._layers[i] = _VQLayer(branch, next(states))
+            elif isinstance(branch, FullAttention):
+                self._layers[i] = _FullLayer(branch, next(states), room)
+
+    @torch.no_grad()
+    def step(self, tokens: Tensor) -> Tensor:
+        """tokens: [b] -> logits of the next token: [b, vocab_size]."""
+        x = self.model.embed(tokens.long())
+        if self.model.positions is not None:
+            x = x + self.model.positions(self._position)
+        for i, branch in enumerate(self.model.branches):
+            layer = self._layers.get(i)
+            x = x + (branch(x) if layer is None else layer.step(x))
+        self._position += 1
+        return self.model.logits(x)
+
+    def state(self) -> ModelState:
+        """Where each row stands, for `forward` or for another decoder."""
+        return ModelState(tuple(layer.state() for layer in self._layers.values()))
+
+
+class _Layer:
+    """One attention branch with everything that does not change worked out."""
+
+    @torch.no_grad()
+    def __init__(self, attention: Attention, state: AttentionState, room: int) -> None:
+        self.attention = attention
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        if attention.g_proj is not None:
+            projections.append(attention.g_proj)
+        self.weight = torch.cat([projection.weight for projection in projections])
+        self.widths = [projection.weight.shape[0] for projection in projections]
+        r_weight = attention.r_proj.weight.unflatten(0, (attention.n_kv_head, attention.d_k))
+        table = attention.sinusoids(state, room)
+        self.r = torch.einsum("dw,hkw->hdk", table, r_weight * attention.d_k**-0.25)
+        heads = (attention.n_kv_head, attention.n_group, attention.d_k)
+        self.u, self.v = attention.u.view(heads), attention.v.view(heads)
+
+    def step(self, x: Tensor) -> Tensor:
+        """x: [b, d_model] -> the residual branch, same shape."""
+        a = self.attention
+        q, k, v, *gate = F.linear(a._normed(x), self.weight).split(self.widths, dim=-1)
+        q = rms_norm(q.unflatten(-1, (a.n_kv_head, a.n_group, a.d_k)))
+        k = rms_norm(k.unflatten(-1, (a.n_kv_head, a.d_k))) * a.d_k**-0.25
+        v = v.unflatten(-1, (a.n_kv_head, a.d_v))
+        v = F.silu(v) if gate else v
+        q_content, q_position = ((q + bias) * a.d_k**-0.25 for bias in (self.u, self.v))
+        wv = self.attend(q_content, q_position, k, v).flatten(1)
+        return a.o_proj(wv * F.silu(gate[0]) if gate else wv)
+
+    def attend(self, q_content: Tensor, q_position: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q_*: [b, h, g, k], k: [b, h, k], v: [b, h, v] -> [b, h, g, v]; the state goes on."""
+        raise NotImplementedError
+
+    def state(self) -> AttentionState:
+        """A copy of where the rows stand."""
+        raise NotImplementedError
+
+
+class _VQLayer(_Layer):
+    def __init__(self, attention: VQAttention, state: AttentionState) -> None:
+        super().__init__(attention, state, room=1)
+        self.ring = Ring.of(state)
+        self.codebook = attention.quantizer.codebook.to(accumulation_dtype(self.weight.dtype))
+        n_head, n_code, _ = self.codebook.shape
+        self.first_code = n_code * torch.arange(n_head, device=self.weight.device)
+
+    def attend(self, q_content: Tensor, q_position: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        z = nearest_code(k.to(self.codebook.dtype).unsqueeze(-2), self.codebook).squeeze(-1)
+        codebook = self.codebook.to(k.dtype)
+        k_hat = F.embedding(z + self.first_code, codebook.flatten(0, 1))
+        by_distance = q_position @ self.r.mT
+        return attend_one_(q_content, k_hat, z, v, codebook, by_distance, self.ring)
+
+    def state(self) -> AttentionState:
+        return self.ring.state()
+
+
+class _FullLayer(_Layer):
+    def __init__(self, attention: FullAttention, state: AttentionState, room: int) -> None:
+        super().__init__(attention, state, room)
+        self.length, self.position = state.k.shape[-2], state.position.clone()
+        self.keys, self.values = (F.pad(x, (0, 0, 0, room)) for x in (state.k, state.v))
+
+    def attend(self, q_content: Tensor, q_position: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.length == self.keys.shape[-2]:
+            raise ValueError(f"no room for token {self.length + 1}; give the decoder more `room`")
+        self.keys[..., self.length, :] = k
+        self.values[..., self.length, :] = v
+        self.length += 1
+        self.position += 1
+        bias = q_position @ self.r[:, -self.length :].mT
+        slots = torch.arange(self.length, device=k.device)
+        empty = slots < self.length - self.position.unsqueeze(-1)  # [b, j]
+        bias = bias.masked_fill(empty[:, None, None], -torch.inf).unsqueeze(-2)
+        keys, values = (x[..., : self.length, :] for x in (self.keys, self.values))
+        return quadratic_attention(q_content.unsqueeze(-2), keys, values, bias).squeeze(-2)
+
+    def state(self) -> AttentionState:
+        k, v = (x[..., : self.length, :].clone() for x in (self.keys, self.values))
+        return AttentionState(k, v, self.position.clone())

@@ -1,0 +1,110 @@
+"""Evaluate a model of a run, on its own data or on other data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transformer_vq.config import DataConfig
+from transformer_vq.data.corpus import prepare
+from transformer_vq.data.tokenizers import MODEL_FILE
+from transformer_vq.errors import UserError
+from transformer_vq.evaluation import Evaluation, Protocol, check_sizes, score
+from transformer_vq.progress import Reporter, progress_bar, reporting
+from transformer_vq.training.checkpoint import load_model, read_config, read_tokenizer
+
+
+@dataclass(frozen=True)
+class RunEvaluation:
+    """What was evaluated, and the results by protocol."""
+
+    run: str
+    checkpoint: str
+    dataset: str
+    split: str
+    seq_len: int
+    attention: str
+    protocols: dict[Protocol, Evaluation]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        results = {name: result.to_dict() for name, result in self.protocols.items()}
+        return vars(self) | {"protocols": results}
+
+
+def evaluate(
+    run: str | os.PathLike[str],
+    *,
+    data: DataConfig | None = None,
+    split: str = "test",
+    protocols: Sequence[Protocol] | None = None,
+    checkpoint: str = "best",
+    seq_len: int | None = None,
+    batch_size: int | None = None,
+    max_tokens: int | None = None,
+    precision: str = "fp32",
+    device: torch.device | str = "cpu",
+    reporter: Reporter | None = None,
+) -> RunEvaluation:
+    """Evaluate a model of a run folder.
+
+    data: other data than the run was trained on. protocols: "windowed" and "streaming" by default;
+    only "windowed" for full attention, whose cost grows with the length. checkpoint: best, last or
+    a step. seq_len, batch_size: those of the run by default. max_tokens: score only the start of
+    the split.
+    """
+    check_sizes(seq_len=seq_len, batch_size=batch_size, max_tokens=max_tokens)
+    run = Path(run)
+    config = read_config(run)
+    train = config.train
+    model, which = load_model(run, checkpoint)
+    model.to(device)
+    with reporting(reporter):
+        corpus = prepare(_same_vocabulary(run, config.data, data), config.model.vocab_size)
+    if read_tokenizer(run).sha256 != corpus.tokenizer().sha256:
+        raise UserError(
+            f"these data do not have the vocabulary of {run}; use books (--data.dataset pg19) and "
+            f"--data.tokenizer {run / MODEL_FILE}"
+        )
+    tokens = corpus.split(split)
+    if protocols is None:
+        both: tuple[Protocol, ...] = ("windowed", "streaming")
+        protocols = both[:1] if config.model.attention == "full" else both
+    seq_len = train.seq_len if seq_len is None else seq_len
+    if batch_size is None:
+        batch_size = train.batch_size // max(train.accumulate, 1)
+    total = len(tokens) if max_tokens is None else min(len(tokens), max_tokens)
+    results: dict[Protocol, Evaluation] = {}
+    for protocol in protocols:
+        with reporting(reporter), progress_bar(f"{split}, {protocol}", total, "tokens") as advance:
+            result = score(
+                model,
+                tokens,
+                protocol,
+                seq_len=seq_len,
+                window=min(train.backprop_len, 2048),
+                batch_size=batch_size,
+                precision=precision,
+                max_tokens=max_tokens,
+                advance=advance,
+            )
+        assert result is not None, "without `stopped` it always finishes"
+        results[protocol] = result
+    attention = config.model.attention
+    return RunEvaluation(str(run), which, corpus.dataset, split, seq_len, attention, results)
+
+
+def _same_vocabulary(run: Path, own: DataConfig, other: DataConfig | None) -> DataConfig:
+    """Return the data to evaluate on; other books are tokenized with the run's vocabulary."""
+    if other is None or other == own:
+        return own
+    vocabulary = run / MODEL_FILE
+    is_given = other.tokenizer != own.tokenizer
+    if vocabulary.is_file() and not is_given and other.dataset == "pg19":
+        return replace(other, tokenizer=str(vocabulary))
+    return other

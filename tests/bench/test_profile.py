@@ -73,7 +73,9 @@ def test_a_gradient_belongs_where_its_forward_operation_does():
 
 def test_the_command_tells_and_draws(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(os.environ, "KINETO_LOG_LEVEL", "99")
-    monkeypatch.setattr(bench_profile, "in_subprocess", lambda f, *arguments, seconds: f(*arguments))
+    monkeypatch.setattr(
+        bench_profile, "in_subprocess", lambda f, *arguments, seconds: f(*arguments)
+    )
     monkeypatch.setattr(bench_profile, "BASE", tiny_run(tmp_path, model={"n_layer": 1}))
     out = tmp_path / "profile.json"
     main(["bench", "profile", "--steps", "1", "--out", str(out), "--json"])
@@ -98,7 +100,9 @@ def test_the_command_tells_and_draws(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_a_mistake_is_one_line(options, message, capsys, monkeypatch):
-    monkeypatch.setattr(bench_profile, "in_subprocess", lambda f, *arguments, seconds: f(*arguments))
+    monkeypatch.setattr(
+        bench_profile, "in_subprocess", lambda f, *arguments, seconds: f(*arguments)
+    )
     with pytest.raises(SystemExit) as stopped:
         main(["bench", "profile", *options])
     assert stopped.value.code == 2
@@ -109,7 +113,9 @@ def test_a_mistake_is_one_line(options, message, capsys, monkeypatch):
 
 def test_a_profile_that_fails_is_a_mistake(monkeypatch, tmp_path):
     monkeypatch.setitem(os.environ, "KINETO_LOG_LEVEL", "99")
-    monkeypatch.setattr(bench_profile, "in_subprocess", lambda *_, **__: {"failed": "out of memory"})
+    monkeypatch.setattr(
+        bench_profile, "in_subprocess", lambda *_, **__: {"failed": "out of memory"}
+    )
     with pytest.raises(ValueError, match="out of memory"):
         bench_profile.run(tiny_run(tmp_path))
 

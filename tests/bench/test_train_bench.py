@@ -210,7 +210,9 @@ def test_activations_are_recomputed_where_memory_does_not_suffice(monkeypatch):
 
 def test_a_grid_that_is_interrupted_tells_what_it_has(tmp_path, monkeypatch, capsys):
     seconds = {("full", 16): 3.0, ("auto", 16): 2.0, ("full", 64): None}
-    monkeypatch.setattr(train, "in_subprocess", pretended(seconds | {("auto", 64): KeyboardInterrupt}, []))
+    monkeypatch.setattr(
+        train, "in_subprocess", pretended(seconds | {("auto", 64): KeyboardInterrupt}, [])
+    )
     out = tmp_path / "train.json"
     options = ["--head-types", "shga", "--kinds", "full", "auto", "--lengths", "16", "64"]
     with pytest.raises(SystemExit) as stop:
@@ -231,7 +233,9 @@ def test_the_command_measures_tells_and_draws(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rates, "SHAPES", ((8, 8, 8),))
     monkeypatch.setattr(rates, "PROBE", (8, 8, 8))
     monkeypatch.setattr(rates, "SECONDS", 1e-4)
-    monkeypatch.setattr(train, "in_subprocess", lambda f, *args, memory_gb=None, seconds=None: f(*args))
+    monkeypatch.setattr(
+        train, "in_subprocess", lambda f, *args, memory_gb=None, seconds=None: f(*args)
+    )
     out = tmp_path / "train.json"
     options = ["--kinds", "full", "sdpa", "auto", "--lengths", "10", "20", "--repeats", "1"]
     main(["bench", "train", *SMALL, *options, "--out", str(out), "--json"])

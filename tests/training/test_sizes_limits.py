@@ -105,7 +105,9 @@ def test_the_largest_model_has_sizes():
         for d_k in (1, most):
             n_kv_head = 1 if head_type == "gqa" else None
             heads = {"d_k": d_k, "n_kv_head": n_kv_head}
-            model = ModelConfig(most, most, 4096, head_type=head_type, **heads, n_code=most, block_len=most)
+            model = ModelConfig(
+                most, most, 4096, head_type=head_type, **heads, n_code=most, block_len=most
+            )
             train = TrainConfig(long, most, long, long)
             config = RunConfig(model, train=train)
             assert isinstance(sizes(config), Sizes)

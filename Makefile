@@ -8,11 +8,11 @@ PYTEST := $(BIN)/pytest -q -n auto
 .PHONY: help install test test-all demo bench clean
 .DEFAULT_GOAL := help
 
-help:  ## what can be made
+help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; try: make PYTHON=python3.12 ...")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required; try: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
@@ -23,26 +23,26 @@ $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[plot]'
 	@touch $@
 
-install: $(STAMP)  ## make .venv with the pinned versions
+install: $(STAMP)  ## create .venv with the pinned versions
 
-test: $(STAMP)  ## lint, types and tests
+test: $(STAMP)  ## run the linter, the type checker and the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(PYTEST)
 
-test-all: test  ## the same and the slow tests
+test-all: test  ## run all tests, including slow ones
 	$(PYTEST) -m slow
 
-demo: $(DEMO_STAMP)  ## train a small model in minutes, measure it, let it write
-	$(BIN)/python -m transformer_vq.bench.demo
+demo: $(DEMO_STAMP)  ## train a small model in minutes, evaluate it, generate text
+	$(BIN)/tvq bench demo
 
 bench: $(STAMP)  ## record time and memory up to 131,072 tokens (15 minutes on two cores)
 	$(BIN)/tvq bench train --head-types shga --kinds full auto --d-model 256 --n-layer 2 \
 		--checkpoint-activations on --repeats 2 --time-limit 100 --out benchmarks/scaling.json --overwrite
 	$(BIN)/tvq plot benchmarks/scaling.json
 	$(BIN)/tvq bench documents --out benchmarks/documents.json --overwrite
-	$(BIN)/python -m transformer_vq.bench.context --out benchmarks/context.json --overwrite
+	$(BIN)/tvq bench context --out benchmarks/context.json --overwrite
 
-clean:  ## remove what was made
+clean:  ## remove .venv, build files and caches
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

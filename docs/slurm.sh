@@ -8,8 +8,8 @@
 #SBATCH --signal=TERM@120
 #SBATCH --requeue
 
-# One torchrun per node; they meet at the first one. Two minutes before the time is up Slurm sends
-# SIGTERM, the run saves itself, and the next job goes on with it.
+# Runs one torchrun per node, with the rendezvous on the first node. Two minutes before the time
+# limit Slurm sends SIGTERM: the run writes a checkpoint, and the requeued job resumes it.
 set -euo pipefail
 RUN=${RUN:-runs/pg19}
 HOST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -1,4 +1,4 @@
-"""A folder with small runs, datasets and odd files, in which command lines can do no harm.
+"""A folder with small runs, datasets and odd files, in which any command line is safe to run.
 
 Every command runs in a forked child, with this folder as its home, cache and working directory,
 without a network and with limits on time and memory.
@@ -22,15 +22,20 @@ from urllib.error import URLError
 import numpy as np
 import torch
 from command_lines import BASES, TINY
-from forked import Ended, run_forked
+from forked import Ended, import_commands, run_forked
 
-from transformer_vq.bench import decode, profile, train
+from transformer_vq.bench import context, decode, equality, profile, train
 from transformer_vq.cli import main as cli
+from transformer_vq.cli.arguments import parse
+from transformer_vq.cli.bench import demo
+from transformer_vq.cli.train import TrainOptions
+from transformer_vq.config import RunConfig
 from transformer_vq.data.sources import enwik8
 from transformer_vq.errors import is_out_of_memory
+from transformer_vq.presets import PRESETS
 from transformer_vq.training.step import Trainer
 
-LIMIT = 120.0  # seconds until a command counts as hanging
+LIMIT = 120.0  # seconds until a command is considered to hang
 MEMORY_GB = 4.0
 DEVICES = ("/dev/null", "/dev/full", "/dev/zero")
 WROTE_OUTSIDE = 99  # exit status
@@ -40,7 +45,7 @@ Snapshot = dict[Path, tuple[object, ...]]
 
 
 class Sandbox:
-    """Made once; `restore` brings back what a command has changed."""
+    """Created once; `restore` undoes the changes of a command."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -62,9 +67,9 @@ class Sandbox:
         memory_gb: float = MEMORY_GB,
         patience: float | None = None,
     ) -> Ended:
-        """Run a command line; `prepare` is called in the child before it.
+        """Run a command line in a child process; `prepare` is called in the child before it.
 
-        patience: seconds until it is interrupted as by Ctrl-C, and again after more of them.
+        patience: seconds until the first simulated Ctrl-C; it is repeated every 2 * patience.
         """
 
         def child() -> None:
@@ -85,17 +90,17 @@ class Sandbox:
             _copy_tree(self._copy, self.root)
 
     def _train_runs(self) -> None:
-        """Runs that were stopped after two of four steps."""
+        """Train runs that are stopped after two of four steps."""
 
         def stop_after_two() -> None:
-            update = Trainer.update
+            train_step = Trainer.step
 
-            def and_stop(self: Trainer, batch: Any, step: int, begins: bool) -> Any:
+            def and_stop(self: Trainer, batch: Any, step: int, begins: bool, ends: bool) -> Any:
                 if step == 1:
                     os.kill(os.getpid(), signal.SIGINT)
-                return update(self, batch, step, begins)
+                return train_step(self, batch, step, begins, ends)
 
-            Trainer.update = and_stop  # type: ignore[method-assign]
+            Trainer.step = and_stop  # type: ignore[method-assign]
 
         bytes_ = [*TINY.split(), "--train.steps", "4", "--train.eval-every", "1"]
         books = ["--model.vocab-size", "300", "--data.dataset", "pg19", "--data.path", "books"]
@@ -112,7 +117,7 @@ class Sandbox:
         for name in ("text-run", "full-run"):
             self._must(0, ["eval", name])
         self._must(0, ["sample", "text-run", "--tokens", "0", "--save-state", "state.safetensors"])
-        shutil.copytree(self.work / "text-run", self.work / "damaged-run")
+        shutil.copytree(self.work / "text-run", self.work / "corrupt-run")
         (line,) = (x for x in BASES["bench decode"] if "gpt2" not in x)
         self._must(0, ["bench", "decode", *line.split(), "--out", "decode.json"])
         shutil.copy(self.work / "text-run" / "evaluation-test.json", self.work / "evaluation.json")
@@ -125,16 +130,15 @@ class Sandbox:
 
 
 def warm_up() -> None:
-    """Import and parse here what every child would otherwise import and parse again."""
+    """Import and parse in the parent, so that the forked children need not."""
     import sentencepiece  # noqa: F401
     from matplotlib import pyplot  # noqa: F401
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
-    import transformer_vq.hf.export  # noqa: F401
-
-    # Here, not in a child, since tyro keeps the types that it has seen.
-    for command in (["train", "tiny"], ["bench", "profile"], ["eval", "none"]):
-        run_help = [*command, "--help"]
+    import_commands()
+    # tyro caches the types that it has seen.
+    for command in ("train", "bench profile", "eval", "sample"):
+        run_help = [*command.split(), "--help"]
         with open(os.devnull, "w") as nothing:
             out, sys.stdout = sys.stdout, nothing
             try:
@@ -146,7 +150,7 @@ def warm_up() -> None:
 
 
 def snapshot(root: Path) -> Snapshot:
-    """Everything below a folder, by what changes when it is written."""
+    """Return all files below a folder, with the metadata that writing changes."""
     found: Snapshot = {}
     for parent, folders, names in os.walk(root):
         for name in (*folders, *names):
@@ -160,7 +164,7 @@ def snapshot(root: Path) -> Snapshot:
 
 
 def _copy_tree(source: Path, target: Path) -> None:
-    """With times, since they decide whether a dataset has changed; pipes are made again."""
+    """Copy with modification times, which identify datasets; pipes are created anew."""
 
     def copy(path: str, to: str) -> str:
         if stat.S_ISFIFO(os.lstat(path).st_mode):
@@ -174,7 +178,7 @@ def _copy_tree(source: Path, target: Path) -> None:
 
 
 def _enter(sandbox: Sandbox) -> None:
-    """Turn this process, a child, into one that starts in the sandbox."""
+    """Make this child process run in the sandbox."""
     os.environ.update(HOME=str(sandbox.home), TMPDIR=str(sandbox.tmp), HF_HUB_OFFLINE="1")
     os.environ.pop("XDG_CACHE_HOME", None)
     tempfile.tempdir = None
@@ -183,11 +187,21 @@ def _enter(sandbox: Sandbox) -> None:
     sys.stderr.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     warnings.resetwarnings()  # tests turn them into errors
     torch.use_deterministic_algorithms(False)
-    torch.compile = lambda function=None, **_: function  # it takes half a minute
+    torch.compile = lambda function=None, **_: function  # compiling takes half a minute
     enwik8.urlopen = _no_network
     for module in (train, decode, profile):
-        module.alone = _in_this_process  # type: ignore[attr-defined]
+        module.in_subprocess = _in_this_process  # type: ignore[attr-defined]
+    context.LENGTHS, context.N_PROCESSES = (8, 16), 1  # type: ignore[assignment]
+    context.run_processes = lambda work, n, folder, _: work(0, n, folder)
+    demo.PRESETS = {"tiny": _tiny_run()}
+    equality.differences = lambda: iter(())
     sys.addaudithook(lambda event, details: _watch(sandbox.root, event, details))
+
+
+def _tiny_run() -> RunConfig:
+    """Return a config that `tvq bench demo` trains in well under a second."""
+    line = [*TINY.split(), "--data.path", "texts"]
+    return parse(TrainOptions, line, "train tiny", TrainOptions(PRESETS["tiny"], Path("x"))).run
 
 
 def _no_network(*_: object, **__: object) -> None:
@@ -197,7 +211,7 @@ def _no_network(*_: object, **__: object) -> None:
 def _in_this_process(
     measure: Callable[..., dict[str, Any]], *arguments: Any, **limits: Any
 ) -> dict[str, Any]:
-    """A measurement without the seconds that a new interpreter takes."""
+    """Run a measurement without starting a new interpreter."""
     if measure.__name__ == "matmul_rates":
         return {}
     try:
@@ -209,7 +223,7 @@ def _in_this_process(
 
 
 def _watch(root: Path, event: str, details: tuple[Any, ...]) -> None:
-    """End the process before it writes anywhere else."""
+    """Exit before the process writes outside the sandbox."""
     if event == "open":
         path, _, flags = details
         written = [path] if flags & _WRITES else []
@@ -224,8 +238,8 @@ def _watch(root: Path, event: str, details: tuple[Any, ...]) -> None:
             continue
         name = os.path.abspath(os.fsdecode(path))
         if event == "os.mkdir" and os.path.lexists(name):
-            continue  # fails, and is meant to
-        # Devices take what is written to them; nothing can be made below them, nor in /proc.
+            continue  # the call fails, as intended
+        # Writing to devices is harmless; no file can be created below them or in /proc.
         is_device = event == "open" and name in (*DEVICES, "/dev/tty")
         harmless = (f"{root}/", "/proc/", *(f"{device}/" for device in DEVICES))
         if not (name.startswith(harmless) or is_device):
@@ -237,19 +251,19 @@ def _write_datasets(work: Path) -> None:
     from PIL import Image
 
     words = ["the", "a", "cat", "mat", "sat", "on", "and", "then", "it", "ran", "off", "up"]
-    chance = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for folder, n in {"texts": 3, "books/train": 3, "books/validation": 1, "books/test": 1}.items():
         (work / folder).mkdir(parents=True)
         for i in range(n):
-            (work / folder / f"{i}.txt").write_text(" ".join(chance.choice(words, 400)))
+            (work / folder / f"{i}.txt").write_text(" ".join(rng.choice(words, 400)))
     (work / "images").mkdir()
     for i in range(4):
-        pixels = chance.integers(256, size=(8, 8, 3), dtype=np.uint8)
+        pixels = rng.integers(256, size=(8, 8, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(work / "images" / f"{i}.png")
     shutil.copy(work / "images" / "0.png", work / "image.png")
     (work / "npz").mkdir()
     for name, n in {"train_data_batch_1": 20, "val_data": 2}.items():
-        rows = chance.integers(256, size=(n, 12288), dtype=np.uint8)
+        rows = rng.integers(256, size=(n, 12288), dtype=np.uint8)
         np.savez(work / "npz" / f"{name}.npz", data=rows)
 
 
@@ -277,7 +291,7 @@ def _write_odd_files(work: Path) -> None:
     (odd / "broken.link").symlink_to("nothing")
     (odd / "\udcfe").write_bytes(b"\n" * 50)
     os.mkfifo(odd / "pipe")
-    damaged = work / "damaged-run"
-    (damaged / "metrics.jsonl").write_text('{"step": 1}\nnot JSON\n[]\n')
-    best = damaged / "best" / "model.safetensors"
+    corrupt = work / "corrupt-run"
+    (corrupt / "metrics.jsonl").write_text('{"step": 1}\nnot JSON\n[]\n')
+    best = corrupt / "best" / "model.safetensors"
     best.write_bytes(best.read_bytes()[:-8])

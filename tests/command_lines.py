@@ -1,7 +1,7 @@
-"""Random command lines for `tvq`: sensible ones with a few odd values mixed in.
+"""Random command lines for `tvq`: valid ones with a few odd values mixed in.
 
-Options and their types come from the dataclasses of the commands, so new options take part without
-being listed here. A number decides a command line: `command_line(7)` is always the same.
+Options and their types come from the dataclasses of the commands, so new options are included
+automatically. A number determines a command line: `command_line(7)` is always the same.
 """
 
 from __future__ import annotations
@@ -14,27 +14,37 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from transformer_vq.cli import bench as cli_bench
-from transformer_vq.cli import commands
 from transformer_vq.cli.bench import BENCHES
+from transformer_vq.cli.eval import EvalOptions
+from transformer_vq.cli.export import ExportOptions
+from transformer_vq.cli.info import InfoOptions
 from transformer_vq.cli.main import COMMANDS
+from transformer_vq.cli.plot import PlotOptions
+from transformer_vq.cli.prepare import PrepareOptions
+from transformer_vq.cli.resume import ResumeOptions
+from transformer_vq.cli.sample import SampleOptions
+from transformer_vq.cli.train import TrainOptions
 from transformer_vq.presets import PRESETS
 
 OPTIONS = {
-    "train": commands.Train,
-    "resume": commands.Resume,
-    "eval": commands.Eval,
-    "sample": commands.Sample,
-    "prepare": commands.Prepare,
-    "export": commands.Export,
-    "info": commands.Info,
-    "plot": commands.Plot,
+    "train": TrainOptions,
+    "resume": ResumeOptions,
+    "eval": EvalOptions,
+    "sample": SampleOptions,
+    "prepare": PrepareOptions,
+    "export": ExportOptions,
+    "info": InfoOptions,
+    "plot": PlotOptions,
     "bench train": cli_bench.Train,
     "bench documents": cli_bench.Documents,
     "bench ablate": cli_bench.Ablate,
     "bench profile": cli_bench.Profile,
     "bench decode": cli_bench.Decode,
+    "bench context": cli_bench.Context,
+    "bench compare": cli_bench.Compare,
+    "bench demo": cli_bench.Demo,
 }
-"""The dataclass of every command."""
+"""Option dataclass of every command."""
 
 MODEL = "--model.d-model 8 --model.n-layer 1 --model.d-k 4 --model.n-code 4 --model.block-len 4"
 TRAIN = (
@@ -52,7 +62,7 @@ BASES: dict[str, tuple[str, ...]] = {
         f"imagenet64-190m {TINY} --data.dataset images --data.path images --out new-run",
         f"enwik8-190m {TINY} --data.path texts/0.txt --out new-run",
     ),
-    "resume": ("text-run", "image-run", "books-run", "full-run --json", "damaged-run"),
+    "resume": ("text-run", "image-run", "books-run", "full-run --json", "corrupt-run"),
     "eval": (
         "text-run",
         "books-run --json",
@@ -60,7 +70,7 @@ BASES: dict[str, tuple[str, ...]] = {
         "text-run --max-tokens 5 --out new.json",
         "text-run --data.path books/train",
         "image-run --max-tokens 40 --protocol windowed",
-        "damaged-run --checkpoint last",
+        "corrupt-run --checkpoint last",
     ),
     "sample": (
         "text-run --tokens 5",
@@ -69,7 +79,7 @@ BASES: dict[str, tuple[str, ...]] = {
         "books-run --tokens 4 --prompt-file note.txt --batch 2",
         "full-run --tokens 3 --save-state new-state",
         "image-run --images image.png --keep 0.98",
-        "damaged-run --tokens 2",
+        "corrupt-run --tokens 2",
     ),
     "prepare": (
         "text --path texts",
@@ -86,9 +96,9 @@ BASES: dict[str, tuple[str, ...]] = {
         "books-run new-export",
         "image-run empty-folder",
         "full-run new-export --checkpoint last",
-        "damaged-run new-export",
+        "corrupt-run new-export",
     ),
-    "info": (*PRESETS, "text-run", "books-run --json", "damaged-run"),
+    "info": (*PRESETS, "text-run", "books-run --json", "corrupt-run"),
     "plot": ("text-run", "full-run", "image-run", "decode.json", "evaluation.json --out new.png"),
     "bench train": (
         f"{SHAPE} --lengths 8 16 --head-types shga --kinds full auto --repeats 1",
@@ -104,8 +114,11 @@ BASES: dict[str, tuple[str, ...]] = {
         "--preset tiny --contexts 8 --batches 1 --kinds vq --prefills 8 --device cpu",
         "--preset tiny --contexts 8 --batches 1 --kinds gpt2 --prefills --out new.json",
     ),
+    "bench context": ("--out new.json",),
+    "bench compare": ("text-run full-run --json", "text-run --out new.json", "corrupt-run"),
+    "bench demo": ("--steps 1 --out new-run", "--out new-run"),
 }
-"""Command lines that take well below a second: what is odd comes on top of them."""
+"""Valid command lines that run in well under a second; odd options are added to them."""
 
 KNOWN: dict[str, tuple[str, ...]] = {
     "path": ("texts", "texts/0.txt", "books", "images", "npz", "books/train", "odd-texts"),
@@ -124,7 +137,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "preset": tuple(PRESETS),
     "stop": ("e", "the"),
 }
-"""Good values by the name of an option; others get some by their type."""
+"""Valid values by option name; other options get values by type."""
 
 NUMBERS = ("0", "-1", "1", "2", "7", "1000", "2147483648", "9223372036854775807", str(10**30))
 REALS = ("nan", "inf", "-inf", "1e308", "-1e308", "1e-320", "1e999", "0.0", "-0.5", "1.0", "3e-5")
@@ -139,8 +152,8 @@ WORDS = (
     "False",
     "x" * 300,
     "y" * 5000,
-    "中文 é",
-    "٣",
+    "\u4e2d\u6587 \u00e9",
+    "\u0663",
     "0x10",
 )
 STRANGE = ("a\nb", "tab\there", "\x1b[31m", "\x01", "100%", "{}", "'\"", "\\", "a,b", "\udcff", "-")
@@ -149,15 +162,15 @@ PATHS = (
     *("empty-folder", "empty.txt", "words.jsonl", "image.png", "broken.png", "text-run"),
     *("image-run", "state.safetensors", "decode.json", "evaluation.json", "unreadable.txt"),
     *("pipe", "/dev/null", "/dev/zero", "/dev/full", "/dev/null/x", "/proc/nothing", "~/x"),
-    *("~nobody-at-all/x", "loop", "broken-link", "link.txt", "new\nline.txt", "\udcff.txt"),
-    *("damaged-run", "text-run/config.json", "text-run/best/model.safetensors", "x" * 300, ""),
+    *("~unknown-user/x", "loop", "broken-link", "link.txt", "new\nline.txt", "\udcff.txt"),
+    *("corrupt-run", "text-run/config.json", "text-run/best/model.safetensors", "x" * 300, ""),
 )
 ODD = (*NUMBERS, *REALS, *WORDS, *STRANGE, *PATHS)
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option as it is typed, and the field that it sets."""
+    """An option as typed, and the field that it sets."""
 
     typed: str
     name: str
@@ -167,7 +180,7 @@ class Option:
 
 
 def options_of(kind: Any, prefix: str = "") -> list[Option]:
-    """All options of a command, those of nested configs by their full name."""
+    """Return all options of a command, including those of nested configs."""
     found = []
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
@@ -201,27 +214,27 @@ ALL_OPTIONS = {command: options_of(kind) for command, kind in OPTIONS.items()}
 
 
 def command_line(number: int) -> list[str]:
-    """The command line with this number; many in a row use every command."""
-    chance = random.Random(number)
+    """Return the command line with this number; consecutive numbers cycle through all commands."""
+    rng = random.Random(number)
     everything = [*OPTIONS, "", "help"]
     command = everything[number % len(everything)]
     if command in ("", "help"):
-        return _other_words(chance, command)
-    arguments = chance.choice(BASES[command]).split()
+        return _other_words(rng, command)
+    arguments = rng.choice(BASES[command]).split()
     n_first = next((i for i, x in enumerate(arguments) if x.startswith("-")), len(arguments))
     groups = _grouped(arguments[n_first:])
-    for _ in range(chance.choices((0, 1, 2, 3), (1, 4, 3, 2))[0]):
-        groups.append(_random_option(chance, ALL_OPTIONS[command]))
+    for _ in range(rng.choices((0, 1, 2, 3), (1, 4, 3, 2))[0]):
+        groups.append(_random_option(rng, ALL_OPTIONS[command]))
     words = [*command.split(), *arguments[:n_first]]
-    if chance.random() < 0.25:
-        chance.shuffle(groups)
-    for _ in range(chance.choices((0, 1, 2), (14, 5, 1))[0]):
-        chance.choice(MUTATIONS)(chance, words, groups)
+    if rng.random() < 0.25:
+        rng.shuffle(groups)
+    for _ in range(rng.choices((0, 1, 2), (14, 5, 1))[0]):
+        rng.choice(MUTATIONS)(rng, words, groups)
     return [*words, *(x for group in groups for x in group)]
 
 
 def _grouped(arguments: list[str]) -> list[list[str]]:
-    """Every option together with its values."""
+    """Group every option with its values."""
     groups: list[list[str]] = []
     for argument in arguments:
         if argument.startswith("--"):
@@ -231,103 +244,107 @@ def _grouped(arguments: list[str]) -> list[list[str]]:
     return groups
 
 
-def _random_option(chance: random.Random, options: list[Option]) -> list[str]:
-    option = chance.choice(options)
-    values = _values(chance, option)
+def _random_option(rng: random.Random, options: list[Option]) -> list[str]:
+    option = rng.choice(options)
+    values = _values(rng, option)
     if option.is_positional:
         return values
-    if chance.random() < 0.1 and len(values) == 1:
+    if rng.random() < 0.1 and len(values) == 1:
         return [f"{option.typed}={values[0]}"]
     return [option.typed, *values]
 
 
-def _values(chance: random.Random, option: Option) -> list[str]:
+def _values(rng: random.Random, option: Option) -> list[str]:
     if option.hint is bool:
-        return [] if chance.random() < 0.95 else [chance.choice(("True", "no", "1"))]
+        return [] if rng.random() < 0.95 else [rng.choice(("True", "no", "1"))]
     if get_origin(option.hint) is tuple:
         inner = get_args(option.hint)
-        n = len(inner) if inner[-1] is not ... else chance.choices((0, 1, 2, 4), (1, 5, 3, 1))[0]
-        return [_value(chance, option, _without_none(inner[0])[0]) for _ in range(n)]
-    return [_value(chance, option, option.hint)]
+        n = len(inner) if inner[-1] is not ... else rng.choices((0, 1, 2, 4), (1, 5, 3, 1))[0]
+        return [_value(rng, option, _without_none(inner[0])[0]) for _ in range(n)]
+    return [_value(rng, option, option.hint)]
 
 
-def _value(chance: random.Random, option: Option, hint: Any) -> str:
-    """Mostly a value that can be parsed, so that the code behind the parser is reached."""
-    kind = chance.random()
+def _value(rng: random.Random, option: Option, hint: Any) -> str:
+    """Return a random value, usually one that parses, so that the command itself is tested."""
+    kind = rng.random()
     if kind < 0.05:
-        return chance.choice(ODD)
+        return rng.choice(ODD)
     if option.is_optional and kind < 0.1:
         return "None"
     if option.name in KNOWN and kind < 0.5:
-        return chance.choice(KNOWN[option.name])
+        return rng.choice(KNOWN[option.name])
     if get_origin(hint) is Literal:
         choices = get_args(hint)
-        return chance.choice(choices) if kind < 0.95 else choices[0].upper()
+        return rng.choice(choices) if kind < 0.95 else choices[0].upper()
     if hint is int:
-        return chance.choice(("1", "2", "3", "4", "8", "16", "64") if kind < 0.6 else NUMBERS)
+        return rng.choice(("1", "2", "3", "4", "8", "16", "64") if kind < 0.6 else NUMBERS)
     if hint is float:
-        return chance.choice(("0.1", "0.5", "1", "0.99") if kind < 0.5 else (*REALS, *NUMBERS))
-    return chance.choice(PATHS if hint is Path else (*PATHS, *WORDS, *STRANGE))
+        return rng.choice(("0.1", "0.5", "1", "0.99") if kind < 0.5 else (*REALS, *NUMBERS))
+    return rng.choice(PATHS if hint is Path else (*PATHS, *WORDS, *STRANGE))
 
 
-def _other_words(chance: random.Random, command: str) -> list[str]:
-    """Command lines that start with help, or with what is not a command."""
-    first = ["help", "--help", "-h"] if command == "help" else [*ODD, "trian", "TRAIN", "bench"]
-    words = [*([chance.choice(first)] if chance.random() < 0.95 else [])]
-    for _ in range(chance.randrange(3)):
-        words.append(chance.choice([*COMMANDS, *BENCHES, *PRESETS, "--help", "--json", *ODD]))
+def _other_words(rng: random.Random, command: str) -> list[str]:
+    """Return a command line that starts with help or with an unknown command."""
+    first = (
+        ["help", "--help", "-h", "--version"]
+        if command == "help"
+        else [*ODD, "trian", "TRAIN", "bench"]
+    )
+    words = [*([rng.choice(first)] if rng.random() < 0.95 else [])]
+    for _ in range(rng.randrange(3)):
+        words.append(rng.choice([*COMMANDS, *BENCHES, *PRESETS, "--help", "--json", *ODD]))
     return words
 
 
 Mutation = Callable[[random.Random, list[str], list[list[str]]], None]
 
 
-def _insert(chance: random.Random, groups: list[list[str]], group: list[str]) -> None:
-    groups.insert(chance.randint(0, len(groups)), group)
+def _insert(rng: random.Random, groups: list[list[str]], group: list[str]) -> None:
+    groups.insert(rng.randint(0, len(groups)), group)
 
 
-def _repeat(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
+def _repeat(rng: random.Random, words: list[str], groups: list[list[str]]) -> None:
     if groups:
-        _insert(chance, groups, list(chance.choice(groups)))
+        _insert(rng, groups, list(rng.choice(groups)))
 
 
-def _lose_value(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
-    if groups and len(group := chance.choice(groups)) > 1:
+def _lose_value(rng: random.Random, words: list[str], groups: list[list[str]]) -> None:
+    if groups and len(group := rng.choice(groups)) > 1:
         group.pop()
 
 
-def _lose_word(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
+def _lose_word(rng: random.Random, words: list[str], groups: list[list[str]]) -> None:
     if len(words) > 1:
-        words.pop(chance.randrange(1, len(words)))
+        words.pop(rng.randrange(1, len(words)))
 
 
-def _odd_word(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
+def _odd_word(rng: random.Random, words: list[str], groups: list[list[str]]) -> None:
     if len(words) > 1:
-        words[-1] = chance.choice(ODD)
+        words[-1] = rng.choice(ODD)
 
 
-def _foreign(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
-    """An option of another command."""
-    _insert(chance, groups, _random_option(chance, ALL_OPTIONS[chance.choice(list(OPTIONS))]))
+def _foreign(rng: random.Random, words: list[str], groups: list[list[str]]) -> None:
+    """Insert an option of another command."""
+    _insert(rng, groups, _random_option(rng, ALL_OPTIONS[rng.choice(list(OPTIONS))]))
 
 
-def _abbreviate(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
-    if groups and len(group := chance.choice(groups)) > 0 and len(group[0]) > 4:
-        group[0] = group[0][: chance.randint(3, len(group[0]) - 1)]
+def _abbreviate(rng: random.Random, words: list[str], groups: list[list[str]]) -> None:
+    if groups and len(group := rng.choice(groups)) > 0 and len(group[0]) > 4:
+        group[0] = group[0][: rng.randint(3, len(group[0]) - 1)]
 
 
-def _underscore(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
+def _underscore(rng: random.Random, words: list[str], groups: list[list[str]]) -> None:
     if groups:
-        group = chance.choice(groups)
+        group = rng.choice(groups)
         group[:1] = [x.replace("-", "_").replace("__", "--", 1) for x in group[:1]]
 
 
-def _help(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
-    _insert(chance, groups, [chance.choice(("--help", "-h", "--hlep"))])
+def _help(rng: random.Random, words: list[str], groups: list[list[str]]) -> None:
+    _insert(rng, groups, [rng.choice(("--help", "-h", "--hlep"))])
 
 
-def _stray(chance: random.Random, words: list[str], groups: list[list[str]]) -> None:
-    _insert(chance, groups, [chance.choice(ODD)])
+def _stray(rng: random.Random, words: list[str], groups: list[list[str]]) -> None:
+    _insert(rng, groups, [rng.choice(ODD)])
 
 
 MUTATIONS: tuple[Mutation, ...] = (

@@ -17,10 +17,10 @@ MAX_WORKERS = 8  # each one needs about 1 GB
 
 # Files whose tests start several processes: one worker runs all of them, one after the other.
 SEVERAL_PROCESSES = {"test_worlds.py", "test_elastic.py"}
-# Files whose tests share something expensive, so that one worker runs the whole file.
+# Files whose tests share something expensive, so that one worker runs all tests of the file.
 SHARED_SETUP = {
     *("test_compile.py", "test_hf_export.py", "test_profile.py", "test_stability.py"),
-    *("test_cli_fuzz.py", "test_cli_mistakes.py", "test_mutations.py", "test_signals.py"),
+    *("test_cli_fuzz.py", "test_cli_errors.py", "test_mutations.py", "test_signals.py"),
 }
 
 # Examples are the same on every run: a red test stays red until the code changes.

@@ -1,4 +1,4 @@
-"""Mutations of what JSON and safetensors files hold: the files stay readable."""
+"""Mutations of the contents of JSON and safetensors files; the files stay readable."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from transformer_vq.files import write_tensors
 
-DEEP, LONG = "deeply nested list", "number of 5000 digits"  # Python refuses to write these
+DEEP, LONG = "deeply nested list", "number of 5000 digits"  # Python cannot write these
 EXTREMES: tuple[Any, ...] = (
     *(None, [], {}, "", "x", -1, 0, 1, 7, 1e308, -1e-320, float("nan"), float("inf"), True, False),
     *(10**30, LONG, DEEP, ["x", 1], {"x": 1}, "/", "\ud800", "x" * 10_000),
@@ -30,9 +30,9 @@ class Target:
     path: Path
     random: random.Random
     donors: Sequence[Path] = ()
-    """Intact files of the same kind, from elsewhere."""
+    """Intact files of the same kind that may replace it."""
     note: str = ""
-    """What exactly was done."""
+    """Details of the mutation, for messages."""
 
 
 Mutate = Callable[[Target], None]
@@ -51,7 +51,7 @@ def json_value(target: Target) -> None:
 
 
 def json_value_altered(target: Target) -> None:
-    """Replace a value by one that could stand there as well."""
+    """Replace a value by a plausible one."""
 
     def mutate(document: Any) -> Any:
         places = [(x, k) for x, k in _places(document) if isinstance(x[k], (int, float, str))]
@@ -96,7 +96,7 @@ def json_key_added(target: Target) -> None:
 
 
 def json_document(target: Target) -> None:
-    """Replace the whole document."""
+    """Replace the document."""
 
     def mutate(_: Any) -> Any:
         value = target.random.choice(DOCUMENTS)
@@ -107,7 +107,7 @@ def json_document(target: Target) -> None:
 
 
 def _edit_json(target: Target, mutate: Callable[[Any], Any]) -> None:
-    """Edit a JSON file; of a file of JSON lines, one line."""
+    """Edit a JSON file, or one line of a JSON Lines file."""
     lines = [target.path.read_text()]
     if target.path.suffix == ".jsonl":
         lines = lines[0].splitlines(keepends=True)
@@ -125,7 +125,7 @@ def _text(value: Any, depth: int) -> str:
 
 
 def _places(tree: Any) -> list[tuple[Any, Any]]:
-    """All (parent, key) of a JSON tree."""
+    """Return all pairs (parent, key) of a JSON tree."""
     items: list[tuple[Any, Any]] = []
     if isinstance(tree, dict):
         items = list(tree.items())
@@ -173,7 +173,7 @@ def tensor_cast(target: Target) -> None:
 
 
 def metadata_altered(target: Target) -> None:
-    """Alter the JSON within the metadata, or the metadata themselves."""
+    """Alter the JSON within the metadata, or the metadata itself."""
     tensors, metadata = read_unchecked(target.path)
     _alter(target, metadata)
     save_file(tensors, target.path, metadata=metadata)
@@ -209,14 +209,14 @@ def _edit_tensors(target: Target, mutate: Callable[[dict[str, torch.Tensor], str
 
 
 def read_unchecked(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file, whatever its checksum says."""
+    """Return tensors and metadata of a safetensors file without verifying the checksum."""
     with safe_open(path, framework="pt") as file:
         metadata = dict(file.metadata() or {})
         return {name: file.get_tensor(name) for name in file.keys()}, metadata  # noqa: SIM118
 
 
 def sealed(mutate: Mutate) -> Mutate:
-    """The same mutation of a safetensors file, with a checksum that fits what it holds."""
+    """Return the same mutation of a safetensors file, followed by a new checksum."""
 
     def mutate_and_seal(target: Target) -> None:
         mutate(target)
@@ -233,5 +233,5 @@ TENSORS = (
     *(tensor_removed, tensor_added, tensor_reshaped, tensor_is_nan, tensor_cast),
     metadata_altered,
 )
-# Values that are not finite and other types are valid content of a file whose checksum fits.
+# Non-finite values and other types are valid content if the checksum matches.
 SEALED = tuple(sealed(x) for x in (tensor_removed, tensor_added, tensor_reshaped, metadata_altered))

@@ -1,7 +1,7 @@
-"""Run something in a forked child: kills, hangs and memory limits stay there, imports do not.
+"""Run functions in forked child processes, which may be killed, hang or run out of memory.
 
-A fresh interpreter would spend seconds on importing torch. Forking is safe because tests use one
-thread: the children must not need the thread pools of their parent.
+A new interpreter would spend seconds on importing torch. Forking is safe because tests use one
+thread: children must not use the thread pools of their parent.
 """
 
 from __future__ import annotations
@@ -15,13 +15,23 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
+
+from transformer_vq.cli.main import COMMANDS
+
+# Modules that commands import after parsing their arguments.
+LIBRARY = (
+    *("bench.ablate", "bench.compare", "bench.demo", "bench.documents", "bench.plots"),
+    *("data.corpus", "generation.images", "generation.snapshot", "generation.text"),
+    *("hf.export", "training.evaluate", "training.run", "training.sizes"),
+)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a child ended: its exit status, or minus the number of the signal that killed it."""
+    """How a child ended: its exit status, or minus the signal number that killed it."""
 
     status: int
     out: str
@@ -36,7 +46,7 @@ class Ended:
 def run_forked(
     function: Callable[[], object], *, seconds: float = 60.0, memory_gb: float | None = None
 ) -> Ended:
-    """Call `function` in a child; its exit status is 0, that of SystemExit, or 1 after an error."""
+    """Call `function` in a child; the exit status is 0, that of SystemExit, or 1 on error."""
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -54,8 +64,16 @@ def run_forked(
     return Ended(os.waitstatus_to_exitcode(how), *texts, timed_out=timed_out)
 
 
+def import_commands() -> None:
+    """Import what the commands of `tvq` import, so that forked children need not."""
+    for module, _ in COMMANDS.values():
+        import_module(module)
+    for name in LIBRARY:
+        import_module(f"transformer_vq.{name}")
+
+
 def _wait(pid: int, seconds: float) -> bool:
-    """Wait for a child to end without reaping it; return whether it did in time."""
+    """Wait for a child to end without reaping it; return False on timeout."""
     deadline = time.monotonic() + seconds
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() > deadline:
@@ -69,7 +87,7 @@ def _child(function: Callable[[], object], out: int, err: int, memory_gb: float 
     try:
         os.dup2(out, 1)
         os.dup2(err, 2)
-        # pytest has replaced them; what the child prints must reach the files.
+        # pytest has replaced them; the output of the child must go to the files.
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
@@ -89,4 +107,4 @@ def _child(function: Callable[[], object], out: int, err: int, memory_gb: float 
             sys.stdout.flush()
             sys.stderr.flush()
         finally:
-            os._exit(status)  # the parent's cleanup is not the child's
+            os._exit(status)  # skip the parent's cleanup

@@ -19,7 +19,7 @@ from transformer_vq.data.batches import Batch
 from transformer_vq.ops.quadratic import Phi, quadratic_vq_attention
 from transformer_vq.ops.state import AttentionState
 from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.step import Trainer, Update
+from transformer_vq.training.step import StepResult, Trainer
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -221,12 +221,12 @@ def losses(run: Path) -> list[tuple[str, int, float]]:
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, n: int, number: int = signal.SIGINT) -> None:
-    """Send a signal to this process while update n is at work."""
-    update = Trainer.update
+    """Send a signal to this process during step n."""
+    train_step = Trainer.step
 
-    def and_signal(self: Trainer, batch: Batch, step: int, begins: bool) -> Update:
+    def and_signal(self: Trainer, batch: Batch, step: int, begins: bool, ends: bool) -> StepResult:
         if step == n:
             os.kill(os.getpid(), number)
-        return update(self, batch, step, begins)
+        return train_step(self, batch, step, begins, ends)
 
-    monkeypatch.setattr(Trainer, "update", and_signal)
+    monkeypatch.setattr(Trainer, "step", and_signal)

@@ -1,6 +1,6 @@
 """Signals that a process sends to itself at an exact moment of a training run.
 
-The hooks stay in place: install them in a forked child only.
+Hooks are never removed, so install them in a forked child only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from transformer_vq.training.step import Trainer
 
 Send = Callable[[], None]
 Moment = Callable[[Send], None]
-"""Installs a hook that sends the signal at this moment."""
+"""A function that installs a hook, which sends the signal at this moment."""
 
 
 @dataclass(frozen=True)
 class Interruption:
-    """Signals that arrive together, the exit status they lead to, and whether the run is saved."""
+    """Signals that arrive together, the resulting exit status, and whether the run is saved."""
 
     numbers: tuple[int, ...]
     status: int
@@ -46,7 +46,7 @@ INTERRUPTIONS = {
 def in_call(
     owner: Any, name: str, when: Callable[..., bool] = lambda *_, **__: True, *, after: bool = False
 ) -> Moment:
-    """A call of `owner.name` with arguments for which `when` is true: before it, or after it."""
+    """Before or after a call of `owner.name` with arguments for which `when` is true."""
 
     def install(send: Send) -> None:
         original = getattr(owner, name)
@@ -65,28 +65,28 @@ def in_call(
     return install
 
 
-def in_update(step: int) -> Moment:
-    """Between the forward and the backward pass of an update."""
+def in_step(step: int) -> Moment:
+    """Between the forward and the backward pass of a step."""
 
     def install(send: Send) -> None:
-        def hook_model(trainer: Trainer, batch: object, at: int, begins: bool) -> bool:
+        def hook_model(trainer: Trainer, batch: object, at: int, begins: bool, ends: bool) -> bool:
             if at == step:
                 trainer.model.register_forward_hook(lambda *_: send())
             return False
 
-        in_call(Trainer, "update", hook_model)(send)
+        in_call(Trainer, "step", hook_model)(send)
 
     return install
 
 
 def before_codebooks(step: int) -> Moment:
-    """After the weights were updated and before the codebooks are."""
+    """Between the update of the weights and the update of the codebooks."""
     return in_call(TransformerVQ, "update_codebooks", nth(step + 1))
 
 
-def in_validation(window: int) -> Moment:
-    """After a window of a validation; counts from 1 over all validations of the process."""
-    is_window = nth(window)
+def in_validation(n: int) -> Moment:
+    """After the n-th window of all validations in the process, counted from 1."""
+    is_window = nth(n)
     return in_call(
         TransformerVQ,
         "forward",
@@ -96,7 +96,7 @@ def in_validation(window: int) -> Moment:
 
 
 def in_append(kind: str, step: int) -> Moment:
-    """When half of a row of metrics.jsonl is written."""
+    """When the first half of a row of metrics.jsonl has been written."""
 
     def install(send: Send) -> None:
         def open_hooked(path: Path, mode: str) -> Any:
@@ -114,19 +114,19 @@ def in_append(kind: str, step: int) -> Moment:
             file.write = write_halves
             return file
 
-        metrics.open = open_hooked  # instead of the builtin
+        metrics.open = open_hooked  # shadows the builtin
 
     return install
 
 
-def in_rename(path: str, count: int = 1, *, after: bool = False) -> Moment:
-    """Before or after a complete temporary file or folder gets its name, for the n-th time."""
-    is_count = nth(count)
-    return in_call(os, "replace", lambda _, to: f"{to}".endswith(path) and is_count(), after=after)
+def in_rename(path: str, n: int = 1, *, after: bool = False) -> Moment:
+    """Before or after a temporary file or folder is renamed to `path` for the n-th time."""
+    is_nth = nth(n)
+    return in_call(os, "replace", lambda _, to: f"{to}".endswith(path) and is_nth(), after=after)
 
 
 def before_training_json(step: int) -> Moment:
-    """When both tensor files of a checkpoint are complete and training.json is not."""
+    """When both tensor files of a checkpoint are complete, but training.json is not."""
     return in_call(
         os,
         "replace",
@@ -135,7 +135,7 @@ def before_training_json(step: int) -> Moment:
 
 
 def in_removal(step: int) -> Moment:
-    """When an old checkpoint has already lost a file."""
+    """During the removal of an old checkpoint, when one of its files is already deleted."""
 
     def is_moment(folder: Path, **_: object) -> bool:
         if folder.name != f"step-{step:08d}":
@@ -147,7 +147,7 @@ def in_removal(step: int) -> Moment:
 
 
 def in_print(text: str) -> Moment:
-    """While a line is written to stderr, so that nothing else can be written to it."""
+    """While a line with `text` is written to stderr, so that other writes to it fail."""
 
     def install(send: Send) -> None:
         class Stderr(io.RawIOBase):
@@ -165,17 +165,17 @@ def in_print(text: str) -> Moment:
 
 
 def nth(n: int) -> Callable[..., bool]:
-    """True in the n-th call."""
+    """Return a function that is true in its n-th call only."""
     calls = itertools.count(1)
     return lambda *_, **__: next(calls) == n
 
 
 def sends(moment: Moment, interruption: Interruption) -> Callable[[], None]:
-    """A hook for a child: send the signals once, at this moment."""
-    is_rank_zero = nth(1)
+    """Return a hook for a child that sends the signals once, at this moment."""
+    is_first = nth(1)
 
     def send() -> None:
-        if is_rank_zero():
+        if is_first():
             for number in interruption.numbers:
                 os.kill(os.getpid(), number)
 

@@ -1,4 +1,4 @@
-"""What the mutation tests run in children: commands, and what counts as their results."""
+"""Commands that the mutation tests run in child processes, and how to read their results."""
 
 from __future__ import annotations
 
@@ -14,29 +14,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forked import Ended
+from forked import Ended, import_commands
 from helpers import losses, tiny_run
 
 from transformer_vq.cli.arguments import parse
-from transformer_vq.cli.commands import Eval, Info, Resume, Sample, Train
+from transformer_vq.cli.eval import EvalOptions
+from transformer_vq.cli.info import InfoOptions
 from transformer_vq.cli.main import main
+from transformer_vq.cli.resume import ResumeOptions
+from transformer_vq.cli.sample import SampleOptions
+from transformer_vq.cli.train import TrainOptions
 from transformer_vq.config import RunConfig
 from transformer_vq.files import read_tensors, tensors_digest
 from transformer_vq.presets import PRESETS
 from transformer_vq.training.checkpoint import MODEL, checkpoint_folder, checkpoint_steps
 
-STEPS, STOPPED_AT, BEFORE_LAST = 6, 5, 4  # runs are saved at every second step, and in the end
+STEPS, STOPPED_AT, BEFORE_LAST = 6, 5, 4  # checkpoints: every second step and the last one
 
 
 def small_run(home: Path) -> RunConfig:
-    """The config of a run of a fraction of a second; text and cache are in the home folder."""
+    """Return the config of a run that takes under a second; its data is in the home folder."""
     sizes = {"steps": STEPS, "batch_size": 2, "save_every": 2, "eval_every": 3, "eval_tokens": 50}
     config = tiny_run(home, model={"n_layer": 1}, train=sizes)
     return replace(config, data=replace(config.data, cache="~/cache"))
 
 
 def in_folder(folder: Path, home: Path, work: str | Callable[[], Any]) -> Callable[[], None]:
-    """A command for a child, in a folder; warnings are shown, as for users, and not raised."""
+    """Return a function that runs a command in a folder, with warnings shown, not raised."""
 
     def run() -> None:
         os.chdir(folder)
@@ -51,26 +55,25 @@ def in_folder(folder: Path, home: Path, work: str | Callable[[], Any]) -> Callab
 
 
 def import_and_parse() -> None:
-    """Import here, and look up for options, what would take each child a second."""
+    """Import and parse in the parent, which saves each child a second."""
     import matplotlib
     import torch._dynamo  # noqa: F401
 
-    import transformer_vq.hf.export  # noqa: F401
-
+    import_commands()
     matplotlib.use("Agg")
     import matplotlib.pyplot
 
     tiny = PRESETS["tiny"]
-    parse(Train, [], "train tiny", Train(tiny, Path("run")))
-    parse(Resume, [], "resume run", Resume(tiny))
-    parse(Eval, [], "eval run", Eval(tiny.data))
-    parse(Sample, [], "sample run")
-    parse(Info, [], "info run", Info(tiny))
+    parse(TrainOptions, [], "train tiny", TrainOptions(tiny, Path("run")))
+    parse(ResumeOptions, [], "resume run", ResumeOptions(tiny))
+    parse(EvalOptions, [], "eval run", EvalOptions(tiny.data))
+    parse(SampleOptions, [], "sample run")
+    parse(InfoOptions, [], "info run", InfoOptions(tiny))
 
 
 @dataclass(frozen=True)
 class Command:
-    """What runs in a child, in the folder of a case, and what counts as its result."""
+    """A command that runs in the folder of a case, and a function that reads its result."""
 
     run: str | Callable[[], None]
     """The arguments of `tvq`, or a function."""
@@ -82,7 +85,7 @@ def printed(case: Path, ended: Ended) -> str:
 
 
 def trained(case: Path, ended: Ended) -> dict[str, Any]:
-    """All losses and the last model; how the best one is read back is another command."""
+    """Return all losses and the last model; the best one is tested by other commands."""
     run = case / "run"
     step = max(step for step in checkpoint_steps(run) if step <= STEPS)
     tensors, _ = read_tensors(checkpoint_folder(run, step) / MODEL)
@@ -90,7 +93,7 @@ def trained(case: Path, ended: Ended) -> dict[str, Any]:
 
 
 def written(pattern: str) -> Callable[[Path, Ended], dict[str, Any]]:
-    """What was printed, and the digests of files."""
+    """Return a function that reads stdout and the digests of files."""
 
     def result(case: Path, ended: Ended) -> dict[str, Any]:
         digests = {
@@ -105,9 +108,9 @@ def written(pattern: str) -> Callable[[Path, Ended], dict[str, Any]]:
 def load_part(part: str, automatically: bool) -> Callable[[], None]:
     """Load a part of an export, with our classes or with the Auto classes of transformers.
 
-    Expected errors are shown as `tvq` does. The Auto classes read the JSON files before they know
-    which classes to use: what they raise before any code of ours has run can be of any type, such
-    as AttributeError for a config.json that holds a list.
+    Expected errors are printed as by `tvq`. The Auto classes read the JSON files before they know
+    which class to use. Errors that they raise before any code of ours runs may have any type, such
+    as AttributeError for a config.json that contains a list.
     """
 
     def load() -> None:
@@ -157,14 +160,14 @@ def resume_and_evaluate() -> None:
 
 
 def train_one_step() -> None:
-    """Start a run from a model file; all options that differ from a preset are given."""
+    """Start a run from a model file, with options for all settings that differ from a preset."""
     config = small_run(Path.home())
     one = replace(config, train=replace(config.train, steps=1, init_from="model.safetensors"))
     main(["train", "tiny", "--out", "run", *options_for(one)])
 
 
 def options_for(config: RunConfig) -> list[str]:
-    """The options of `tvq train tiny` that give this config."""
+    """Return the options of `tvq train tiny` that produce this config."""
     preset = PRESETS["tiny"].to_dict()
     found = []
     for part, values in config.to_dict().items():

@@ -22,7 +22,7 @@ from mutations import choose, mutations_of
 
 from transformer_vq.config import DataConfig, RunConfig
 from transformer_vq.data.corpus import Corpus, prepare
-from transformer_vq.data.tokenizers import train_sentencepiece
+from transformer_vq.data.tokenizer_training import train_sentencepiece
 from transformer_vq.training.run import train
 from transformer_vq.training.step import Trainer
 
@@ -52,14 +52,14 @@ class Workshop:
 
     @contextmanager
     def copy(self, subject: Subject) -> Iterator[Path]:
-        """A folder with copies of the intact files."""
+        """Yield a folder with copies of the intact files."""
         with tempfile.TemporaryDirectory(dir=self.copies) as name:
             folder = Path(name)
             for new, old in subject.copies.items():
                 source = self.intact / old
                 (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / new)
             for meta in folder.glob("home/cache/*/meta.json"):
-                Corpus.open(meta.parent)  # verified, so that later changes have to be noticed
+                Corpus.open(meta.parent)  # mark as verified; later changes must be detected
             yield folder
 
     def run(self, folder: Path, command: str) -> Ended:
@@ -68,7 +68,7 @@ class Workshop:
         return run_forked(work, seconds=SECONDS, memory_gb=MEMORY_GB)
 
     def result(self, subject: Subject, command: str) -> Any:
-        """What a command gives on intact files."""
+        """Return the result of a command on intact files."""
         key = (*subject.copies.values(), command)
         if key not in self._results:
             with self.copy(subject) as folder:
@@ -78,7 +78,7 @@ class Workshop:
         return self._results[key]
 
     def case(self, name: str, number: int, folder: Path) -> tuple[Case, Target]:
-        """Choose by a number: the files of a subject take turns, the rest is random."""
+        """Return the case with this number: files take turns, mutation and command are random."""
         subject, generator = SUBJECTS[name], random.Random(f"{name} {number}")
         found = [
             (str(path.relative_to(folder)), commands)
@@ -103,7 +103,7 @@ class Workshop:
 
 
 def make_intact(root: Path) -> None:
-    """Fill a folder with everything that is mutated; all of it in children, as cases are."""
+    """Create all files to mutate, in child processes as in the cases."""
     home = root / "home"
     home.mkdir()
     config = small_run(home)
@@ -116,11 +116,11 @@ def make_intact(root: Path) -> None:
         train=replace(config.train, steps=3),
     )
     for path in [*home.rglob("*.txt"), *root.rglob("books/*/*.txt")]:
-        os.utime(path, (1e9, 1e9))  # part of the names of corpora, which must stay the same
+        os.utime(path, (1e9, 1e9))  # part of the names of corpora, which must not change
     for work in (
         lambda: train(config, root / "finished"),
         lambda: _stopped(config, root / "stopped"),
-        lambda: _killed(config, root / "begun"),
+        lambda: _killed(config, root / "started"),
         lambda: train(other, root / "other"),
         lambda: train(twin, root / "twin"),
         lambda: train(books, root / "books"),
@@ -154,14 +154,14 @@ def _killed(config: RunConfig, run: Path) -> None:
 
 
 def _signal_at(step: int, number: int) -> None:
-    update = Trainer.update
+    train_step = Trainer.step
 
-    def and_signal(self: Trainer, batch: Any, at: int, begins: bool) -> Any:
+    def and_signal(self: Trainer, batch: Any, at: int, begins: bool, ends: bool) -> Any:
         if at == step:
             os.kill(os.getpid(), number)
-        return update(self, batch, at, begins)
+        return train_step(self, batch, at, begins, ends)
 
-    Trainer.update = and_signal  # type: ignore[method-assign]
+    Trainer.step = and_signal  # type: ignore[method-assign]
 
 
 def _prepare_other_corpus(root: Path) -> None:

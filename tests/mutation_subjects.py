@@ -1,4 +1,4 @@
-"""Which files the mutation tests mutate, and which commands read them."""
+"""Files that the mutation tests mutate, and the commands that read them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Subject:
     """Files to mutate, and commands whose results depend on them."""
 
     n_cases: int
-    """How many mutations are tried by default; the slow tests try ten times as many."""
+    """Number of mutations tested by default; the slow tests use ten times as many."""
     copies: dict[str, str]
-    """What a case starts with: name in its folder -> name among the intact ones."""
+    """Files of a case: name in its folder -> name in the intact folder."""
     commands: dict[str, tuple[str, ...]]
-    """Pattern of the paths to mutate -> what runs afterwards."""
+    """Pattern of the paths to mutate -> commands to run afterwards."""
     donors: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Pattern of paths -> intact files or folders of the same kind that may replace them."""
     sealed: tuple[str, ...] = ()
-    """Patterns of safetensors files whose checksum may be mutated together with the content."""
+    """Patterns of safetensors files whose checksum may be recomputed after a mutation."""
 
 
 def _checkpoint_donors(run: str, *steps: int) -> dict[str, tuple[str, ...]]:
@@ -58,8 +58,8 @@ SUBJECTS = {
         {**OTHER_CONFIG, **OTHER_BEST, **_checkpoint_donors("stopped", BEFORE_LAST, STOPPED_AT)},
         sealed=("run/checkpoints/*/*",),
     ),
-    # A config is all that this run has: that of another run makes it that run.
-    "run without checkpoint": Subject(4, {"run": "begun"}, {"run/*": ("resume",)}),
+    # This run has only a config, so the config of another run would make it that run.
+    "run without checkpoint": Subject(4, {"run": "started"}, {"run/*": ("resume",)}),
     "finished run": Subject(
         12,
         {"run": "finished"},
@@ -77,7 +77,7 @@ SUBJECTS = {
         {"run": "finished"},
         {"run/metrics.jsonl": ("plot",), "run/evaluation-test.json": ("plot",)},
     ),
-    # This reads nothing but the config, so that of another run gives another result.
+    # `tvq info` reads only the config, so the config of another run changes the result.
     "config": Subject(4, {"run": "finished"}, {"run/config.json": ("info",)}),
     "run with a vocabulary": Subject(
         10,
@@ -102,7 +102,7 @@ SUBJECTS = {
     ),
     "corpus of a run without checkpoint": Subject(
         4,
-        {"run": "begun", "home": "home"},
+        {"run": "started", "home": "home"},
         {f"home/cache/text-*{files}": ("resume",) for files in ("", "/*")},
         OTHER_CORPUS,
     ),

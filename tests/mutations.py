@@ -1,4 +1,4 @@
-"""Damage to files and folders, chosen by a seed so that a failure can be repeated."""
+"""Mutations of files and folders, chosen by a seed so that failures are reproducible."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def replace_by_another(target: Target) -> None:
 
 
 def exchange(target: Target) -> None:
-    """Exchange a part of a checkpoint, or the whole, with that of another step."""
+    """Exchange a checkpoint, or one of its files, with that of another step."""
     other = target.random.choice(_siblings(target.path))
     target.note = f"with {other.parent.name}/{other.name}"
     aside = target.path.with_name("aside")
@@ -111,7 +111,7 @@ def _siblings(path: Path) -> list[Path]:
 
 
 def folder_renamed(target: Target) -> None:
-    """Give the folder of a checkpoint another step, or no step at all."""
+    """Rename a checkpoint folder to another step or to an invalid step."""
     target.path.rename(target.path.with_name(_other_name(target)))
 
 
@@ -149,7 +149,7 @@ FILE = (
 )
 FOLDER = (folder_renamed, folder_duplicated, folder_deleted, folder_replaced_by_file)
 
-# Some are tried more often: the file stays readable, so that only a check can notice them.
+# Chosen more often: the file stays readable, so that only a checksum can detect the mutation.
 WEIGHTS = {
     **dict.fromkeys((flip_bit, zero_range, random_range, exchange, folder_renamed), 2),
     **dict.fromkeys((tensor_is_nan, tensor_cast, json_value), 3),
@@ -159,7 +159,7 @@ WEIGHTS = {
 
 
 def mutations_of(path: Path, has_donors: bool) -> tuple[Mutate, ...]:
-    """Return all that can be done to a file, by its kind."""
+    """Return the mutations that apply to a file or folder."""
     found: tuple[Mutate, ...] = FOLDER if path.is_dir() else FILE
     if has_donors:
         found += (folder_replaced_by_another if path.is_dir() else replace_by_another,)

@@ -1,4 +1,4 @@
-"""The mode a model is in while it is measured or writes, and memory that is kept."""
+"""Device selection, evaluation mode, bf16 detection and glibc memory settings."""
 
 import ctypes
 
@@ -18,7 +18,7 @@ def pretend_gpus(monkeypatch, n):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: n)
 
 
-def test_find_device_takes_a_gpu_if_there_is_one(monkeypatch):
+def test_find_device_selects_a_gpu_if_available(monkeypatch):
     pretend_gpus(monkeypatch, 0)
     assert find_device() == find_device("cpu") == find_device("cpu:0") == torch.device("cpu")
     pretend_gpus(monkeypatch, 2)
@@ -47,7 +47,7 @@ def test_find_device_takes_a_gpu_if_there_is_one(monkeypatch):
         *("CPU", " cpu", "cpu\0", "cp\nu", "\ud800", "xla", "mkldnn", "privateuseone", "tpu", "0"),
     ],
 )
-def test_find_device_rejects_what_cannot_train(monkeypatch, n_gpus, name):
+def test_find_device_rejects_unusable_devices(monkeypatch, n_gpus, name):
     pretend_gpus(monkeypatch, n_gpus)
     with pytest.raises(UserError) as raised:
         find_device(name)
@@ -64,7 +64,7 @@ def test_find_device_rejects_any_other_text(name):
         find_device(name)
 
 
-def test_find_device_gives_the_reason_if_a_gpu_does_not_work(monkeypatch):
+def test_find_device_reports_why_a_gpu_does_not_work(monkeypatch):
     def fail(*shape, device):
         raise RuntimeError("no driver\nsecond line")
 
@@ -75,7 +75,7 @@ def test_find_device_gives_the_reason_if_a_gpu_does_not_work(monkeypatch):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_evaluating_leaves_the_mode_as_it_was_whatever_happens(training):
+def test_evaluating_restores_the_mode_after_an_error(training):
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).train(training)
 
     def use() -> None:
@@ -92,10 +92,10 @@ def test_evaluating_leaves_the_mode_as_it_was_whatever_happens(training):
 
 @pytest.mark.parametrize(
     ("takes_thresholds", "want"),
-    # Pieces by mmap from 2 GB on, or none at all; nothing trimmed.
+    # mmap from 2 GB on, or never if thresholds are rejected; freed memory is not trimmed.
     [(1, [(-3, 2**31 - 1), (-1, -1)]), (0, [(-4, 0), (-3, 2**31 - 1), (-1, -1)])],
 )
-def test_glibc_is_told_to_keep_large_pieces(monkeypatch, takes_thresholds, want):
+def test_keep_freed_memory_configures_glibc(monkeypatch, takes_thresholds, want):
     calls = []
 
     class Library:
@@ -111,7 +111,7 @@ def test_glibc_is_told_to_keep_large_pieces(monkeypatch, takes_thresholds, want)
     assert sorted(calls) == want
 
 
-def test_other_c_libraries_are_left_alone(monkeypatch):
+def test_keep_freed_memory_ignores_other_c_libraries(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     keep_freed_memory()
     assert torch.zeros(3).sum() == 0
@@ -120,7 +120,7 @@ def test_other_c_libraries_are_left_alone(monkeypatch):
 @pytest.mark.parametrize(
     ("found", "fast"), [({"amx_bf16": True}, True), ({"bf16": True}, True), ({"avx2": True}, False)]
 )
-def test_a_processor_says_whether_it_has_bf16(monkeypatch, found, fast):
+def test_has_fast_bf16_depends_on_the_cpu(monkeypatch, found, fast):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
     assert has_fast_bf16(torch.device("cpu")) == fast
     assert has_fast_bf16(torch.device("cuda"))

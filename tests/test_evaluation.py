@@ -39,7 +39,7 @@ def random_split(n, starts=(0,), **kwargs):
 
 @torch.no_grad()
 def nats_of(model, tokens, bos=0):
-    """Loss of every token of a document that stands alone."""
+    """Return the loss of every token of a single document."""
     text = torch.tensor(tokens.astype(np.int64))
     inputs = torch.cat([torch.tensor([bos]), text[:-1]])
     logp = model(inputs[None]).logits[0].log_softmax(-1)
@@ -47,7 +47,7 @@ def nats_of(model, tokens, bos=0):
 
 
 def test_ten_tokens_by_hand():
-    # Eight tokens equally likely: 3 bits each. Ten tokens stand for 20 bytes and 4 words.
+    # Eight tokens equally likely: 3 bits each. Ten tokens represent 20 bytes and 4 words.
     result = score(
         Uniform(8).double(), split([1, 2, 3, 4, 5, 6, 7, 0, 1, 2], n_bytes=20, words=4), seq_len=4
     )
@@ -131,7 +131,7 @@ def test_it_leaves_the_model_as_it_was():
 
 @pytest.mark.parametrize("name", ["seq_len", "window", "batch_size", "max_tokens"])
 @pytest.mark.parametrize("size", [0, -5])
-def test_sizes_below_one_are_refused(name, size):
+def test_sizes_below_one_are_rejected(name, size):
     sizes = {"seq_len": 8, name: size}
     with pytest.raises(ValueError, match=f"^{name}={size}: must be at least 1$"):
         score(Uniform(8), random_split(40), **sizes)

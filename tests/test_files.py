@@ -1,4 +1,4 @@
-"""Files and folders are complete or absent, and damage is detected."""
+"""Atomic writes leave files complete or absent; verified reads detect corruption."""
 
 import os
 
@@ -26,11 +26,11 @@ def names(folder):
 
 def fail_within(context, name=None):
     with context as partial:
-        (partial / name if name else partial).write_text("half")
+        (partial / name if name else partial).write_text("incomplete")
         raise KeyError
 
 
-def test_what_was_interrupted_leaves_nothing_and_changes_nothing(tmp_path):
+def test_an_interrupted_write_changes_nothing_and_leaves_no_files(tmp_path):
     (tmp_path / "file").write_text("before")
     with pytest.raises(KeyError):
         fail_within(atomic_write(tmp_path / "file"))
@@ -40,13 +40,13 @@ def test_what_was_interrupted_leaves_nothing_and_changes_nothing(tmp_path):
     assert (tmp_path / "file").read_text() == "before"
 
 
-def test_leftovers_are_neither_used_nor_deleted_until_asked(tmp_path):
+def test_temporary_files_are_deleted_by_remove_partial_files_only(tmp_path):
     (tmp_path / ".folder.partial").mkdir()
-    (tmp_path / ".folder.partial" / "old").write_text("somebody's own")
+    (tmp_path / ".folder.partial" / "old").write_text("a file of the user")
     (tmp_path / ".file.0123abcd.partial").write_text("from a process that was killed")
     (tmp_path / "folder").mkdir()
     with atomic_folder(tmp_path / "folder") as partial:
-        (partial / "new").write_text("whole")
+        (partial / "new").write_text("complete")
         assert names(tmp_path / "folder") == []
     assert names(tmp_path) == [".file.0123abcd.partial", ".folder.partial", "folder"]
     assert names(tmp_path / "folder") == ["new"]
@@ -54,8 +54,8 @@ def test_leftovers_are_neither_used_nor_deleted_until_asked(tmp_path):
     assert names(tmp_path) == [".folder.partial", "folder"]
 
 
-def test_no_link_is_written_through(tmp_path, monkeypatch):
-    """Whatever name is guessed for the temporary file, a link there is not followed."""
+def test_atomic_write_does_not_write_through_a_link(tmp_path, monkeypatch):
+    """A link with the name of the temporary file is not followed, even if the name was guessed."""
     monkeypatch.setattr("secrets.token_hex", lambda n: "0" * 2 * n)
     precious = tmp_path / "precious"
     precious.write_text("kept")
@@ -67,7 +67,7 @@ def test_no_link_is_written_through(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
-def test_all_files_get_the_mode_of_the_umask(tmp_path, umask):
+def test_file_modes_follow_the_umask(tmp_path, umask):
     before = os.umask(umask)
     try:
         write_json(tmp_path / "a.json", {})
@@ -81,7 +81,7 @@ def test_all_files_get_the_mode_of_the_umask(tmp_path, umask):
     assert modes == {"a.json": files, "b.safetensors": files, "folder": 0o777 & ~umask}
 
 
-def test_an_error_names_the_file_that_was_asked_for(tmp_path):
+def test_a_write_error_names_the_requested_file(tmp_path):
     with pytest.raises(OSError, match=r"missing/out\.json'$"):
         write_json(tmp_path / "missing" / "out.json", {})
 
@@ -94,14 +94,14 @@ VALUES = st.recursive(
 
 
 @given(value=st.dictionaries(st.text(), VALUES, max_size=4))
-def test_verified_json_comes_back_as_it_was(tmp_path_factory, value):
+def test_verified_json_round_trips(tmp_path_factory, value):
     value.pop("sha256", None)
     path = tmp_path_factory.mktemp("json") / "value.json"
     write_verified_json(path, value)
     assert read_verified_json(path) == value
 
 
-def test_any_change_of_a_verified_file_is_detected(tmp_path):
+def test_any_change_to_a_verified_file_is_detected(tmp_path):
     write_verified_json(tmp_path / "a.json", {"step": 4, "loss": 0.5, "none": None})
     tensors = {"x": torch.arange(6.0).view(2, 3), "empty": torch.zeros(0), "flag": torch.tensor(1)}
     digest = write_tensors(tmp_path / "b.safetensors", tensors, {"config": "{}"})
@@ -114,14 +114,14 @@ def test_any_change_of_a_verified_file_is_detected(tmp_path):
     for path, read in ((tmp_path / name, read) for name, read in readers.items()):
         intact, want = path.read_bytes(), read(path)
         n_detected = 0
-        for place in range(len(intact)):
-            path.write_bytes(intact[:place] + bytes([intact[place] ^ 1]) + intact[place + 1 :])
+        for offset in range(len(intact)):
+            path.write_bytes(intact[:offset] + bytes([intact[offset] ^ 1]) + intact[offset + 1 :])
             try:
                 got = read(path)
             except CorruptFileError:
                 n_detected += 1
-            else:  # white space that became other white space
-                assert str(got) == str(want), place
+            else:  # one white space character became another
+                assert str(got) == str(want), offset
         assert n_detected > 0.8 * len(intact)
         path.write_bytes(intact[: len(intact) // 2])
         with pytest.raises(CorruptFileError):
@@ -132,16 +132,23 @@ def test_any_change_of_a_verified_file_is_detected(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"[1, 2]", b"5", b"null", b"\xff\xfe", b"[" * 100_000])
-def test_what_is_not_a_verified_object_is_reported(tmp_path, content):
+def test_json_without_a_checksum_is_rejected(tmp_path, content):
     (tmp_path / "a.json").write_bytes(content)
     with pytest.raises(CorruptFileError, match=r"a\.json"):
         read_verified_json(tmp_path / "a.json")
 
 
-def test_a_folder_that_holds_something_is_left_as_it_is(tmp_path):
+def test_atomic_folder_does_not_replace_a_folder_with_content(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "old").write_text("kept")
     with pytest.raises(OSError, match="not empty"), atomic_folder(tmp_path / "folder"):
         pass
     assert names(tmp_path) == ["folder"]
     assert names(tmp_path / "folder") == ["old"]
+
+
+def test_tensors_are_read_into_aligned_memory(tmp_path):
+    """Matrix products round by alignment, so exact resume depends on it."""
+    write_tensors(tmp_path / "x", {f"{n}": torch.ones(n) for n in (1, 3, 5, 17)})
+    tensors, _ = read_tensors(tmp_path / "x")
+    assert [x.data_ptr() % 64 for x in tensors.values()] == [0] * 4

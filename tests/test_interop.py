@@ -1,4 +1,4 @@
-"""Parity with the official JAX code on its own outputs (tests/data/golden/README.md)."""
+"""Parity with recorded outputs of the official JAX code (tests/data/golden/README.md)."""
 
 import dataclasses
 from pathlib import Path
@@ -39,12 +39,12 @@ def config_of(path: Path) -> ModelConfig:
 
 
 def reduction_of(path: Path) -> str:
-    """The form of ours that does what the official run did."""
+    """Return our reduction that corresponds to the one of the official run."""
     return OFFICIAL_REDUCTION.get(path.stem.split("_")[1], "auto")
 
 
 def read(path: Path) -> dict[str, dict[str, np.ndarray]]:
-    """The arrays by kind: param, grad, codebook_after, and the rest under ""."""
+    """Return the arrays by kind: param, grad, codebook_after, and all others under ""."""
     kinds: dict[str, dict[str, np.ndarray]] = {
         "param": {},
         "grad": {},
@@ -58,7 +58,7 @@ def read(path: Path) -> dict[str, dict[str, np.ndarray]]:
     return kinds
 
 
-def test_all_golden_files_are_here():
+def test_all_golden_files_exist():
     assert len(FILES) == 13
 
 
@@ -93,7 +93,7 @@ def _scaled(usage):
 
 
 @pytest.mark.parametrize("head_type", ["shga", "mqa", "mha"])
-def test_the_three_official_reductions_are_one_function_here(head_type):
+def test_official_reductions_give_the_same_logits(head_type):
     paths = [path for path in FILES if path.stem.endswith(head_type) and "vq" in path.stem]
     data = read(paths[0])
     tokens = torch.from_numpy(data[""]["input"])
@@ -106,7 +106,7 @@ def test_the_three_official_reductions_are_one_function_here(head_type):
         assert_close("logits", other, logits[0], tolerance=1e-6)
 
 
-def test_loaded_codebooks_are_not_initialised_again_from_keys():
+def test_loaded_codebooks_are_not_reinitialized_from_keys():
     path = next(path for path in FILES if path.stem == "vq_serial_mqa")
     config = dataclasses.replace(config_of(path), codebook_init="keys")
     model = load_official(read(path)["param"], config)
@@ -115,19 +115,19 @@ def test_loaded_codebooks_are_not_initialised_again_from_keys():
     assert_close("codebook", model.branches[0].quantizer.codebook, before, tolerance=0.1)
 
 
-def test_parameters_that_do_not_fit_are_refused_with_their_names():
+def test_mismatched_parameters_are_rejected_by_name():
     path = next(path for path in FILES if path.stem == "vq_serial_mqa")
     params, config = read(path)["param"], config_of(path)
     without = {name: a for name, a in params.items() if name != "token_embed/embedding"}
     with pytest.raises(ValueError, match=r"missing \['token_embed/embedding'\]"):
         load_official(without, config)
-    with pytest.raises(ValueError, match=r"not expected \['stack/extra'\]"):
+    with pytest.raises(ValueError, match=r"unexpected \['stack/extra'\]"):
         load_official(params | {"stack/extra": np.zeros(1)}, config)
     with pytest.raises(ValueError, match="vocab_size"):
         load_official(params | {"token_embed/embedding": np.zeros((31, 16))}, config)
     name = "stack/VQAttention_0/res_proj/kernel"
-    halved = params[name].reshape(2, 1, 8, 32)  # as many numbers, another shape
-    with pytest.raises(ValueError, match=r"res_proj/kernel gives \(32, 8\)"):
+    halved = params[name].reshape(2, 1, 8, 32)  # same number of elements, different shape
+    with pytest.raises(ValueError, match=r"res_proj/kernel has shape \(32, 8\)"):
         load_official(params | {name: halved}, config)
     with pytest.raises(ValueError, match="n_layer"):
         load_official({name: a[:1] if "stack" in name else a for name, a in params.items()}, config)

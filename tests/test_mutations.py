@@ -1,8 +1,8 @@
-"""Mutated files: the exact result of the intact ones, or one line on stderr and exit status 2.
+"""Mutated files give the same result as intact files, or one error line and exit status 2.
 
-Where a command can continue without the file it warns, and the result is a documented one:
-`resume` and `--checkpoint last` use an older checkpoint, a corpus is prepared again, and the
-undamaged lines of metrics.jsonl are kept.
+If a command can continue without the file, it warns and the result is a documented one: `resume`
+and `--checkpoint last` use an older checkpoint, a corpus is prepared again, and the intact lines of
+metrics.jsonl are kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from transformer_vq.files import DIGEST, CorruptFileError, read_json
 from transformer_vq.training.checkpoint import checkpoint_folder
 
-SLOW = 10  # times as many cases as by default
+SLOW = 10  # factor for the number of cases
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +64,15 @@ class Expected:
         path = folder / case.path
         if case.command == "eval last":
             self.fallback = workshop.result(subject, f"eval {BEFORE_LAST}")
-            # Without its folder nothing tells that there was a newer checkpoint.
+            # Without its folder, a newer checkpoint cannot be detected.
             is_gone = not (path if "." not in path.name else path.parent).is_dir()
             self.warning = "" if is_gone else "trying the checkpoint before it"
         elif case.path == "run/evaluation-test.json" and not os.path.lexists(path):
             self.fallback = self._without_evaluation(subject)
         elif case.path == "run/metrics.jsonl" and case.subject != "run without checkpoint":
-            kept, n_damaged = _kept_lines(workshop.intact / subject.copies["run"], folder / "run")
+            kept, n_corrupt = _kept_lines(workshop.intact / subject.copies["run"], folder / "run")
             self.fallback = self._without_lines(subject, kept)
-            self.warning = "damaged" if n_damaged else ""
+            self.warning = "are corrupt" if n_corrupt else ""
         self.must_succeed = self._is_recoverable(path)
 
     def _is_recoverable(self, path: Path) -> bool:
@@ -81,7 +81,7 @@ class Expected:
             return True
         if self.case.path == "run/metrics.jsonl":
             return path.is_file() and self.fallback is not None
-        # A whole checkpoint of another run is an error: nothing tells which of both is wanted.
+        # A checkpoint of another run is an error: either of the two runs could be meant.
         is_checkpoint = self.case.path.startswith("run/checkpoints/")
         return is_checkpoint and self.case.mutate not in (exchange, folder_replaced_by_another)
 
@@ -113,19 +113,19 @@ class Expected:
             is_one_line = last.startswith("tvq: ") and not any(
                 x.startswith("tvq: ") for x in before
             )
-            return None if is_one_line else f"not one line of error\n{ended.err}"
+            return None if is_one_line else f"not exactly one error line\n{ended.err}"
         result = COMMANDS[self.case.command].result(folder, ended)
         if result == self.result:
             return None
         if result != self.fallback:
-            return f"another result\n{result}\ninstead of\n{self.result}\n{ended.err}"
+            return f"wrong result\n{result}\ninstead of\n{self.result}\n{ended.err}"
         return None if self.warning in ended.err else f"no warning {self.warning!r}\n{ended.err}"
 
 
 def _kept_lines(intact: Path, run: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows whose lines were not mutated, and how many complete lines are damaged.
+    """Return the rows of unmutated lines, and the number of mutated complete lines.
 
-    A log whose end is missing cannot be told from one that was never longer.
+    A log without its last lines is valid: it looks like that of a shorter run.
     """
     rows = [json.loads(line) for line in (intact / "metrics.jsonl").read_text().splitlines()]
     path = run / "metrics.jsonl"
@@ -147,7 +147,7 @@ def check(workshop: Workshop, name: str, numbers: range) -> None:
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_a_mutated_file_gives_the_exact_result_or_one_line(workshop, name):
+def test_mutated_files_give_the_exact_result_or_one_line(workshop, name):
     check(workshop, name, range(SUBJECTS[name].n_cases))
 
 
@@ -161,7 +161,7 @@ def test_many_mutated_files_give_the_exact_result_or_one_line(workshop, name):
 def trust_json(path: Path) -> dict[str, Any]:
     value = read_json(path)
     if not isinstance(value, dict):
-        raise CorruptFileError(f"{path} does not hold an object")
+        raise CorruptFileError(f"{path} does not contain an object")
     return {key: x for key, x in value.items() if key != DIGEST}
 
 
@@ -184,7 +184,7 @@ def trust_tensors(path: Path, digest: str | None = None) -> tuple[dict[str, Any]
     ],
     ids=["json", "tensors", "corpus", "export"],
 )
-def test_mutations_reveal_that_a_check_is_missing(workshop, monkeypatch, check, replacement, name):
+def test_mutations_detect_a_disabled_check(workshop, monkeypatch, check, replacement, name):
     for module in [x for key, x in sys.modules.items() if key.startswith("transformer_vq")]:
         if check in vars(module):
             monkeypatch.setattr(module, check, replacement)
@@ -192,7 +192,7 @@ def test_mutations_reveal_that_a_check_is_missing(workshop, monkeypatch, check, 
 
 
 def ended_with(workshop: Workshop, name: str, command: str, change: Callable[[Path], Any]) -> Any:
-    """Change a copy of intact files; return how a command ends, or its result."""
+    """Change a copy of the intact files and run a command; return its result or how it ended."""
     with workshop.copy(SUBJECTS[name]) as folder:
         change(folder)
         ended = workshop.run(folder, command)
@@ -200,7 +200,7 @@ def ended_with(workshop: Workshop, name: str, command: str, change: Callable[[Pa
 
 
 @pytest.mark.parametrize("other", ["other", "twin"])
-def test_last_rejects_a_checkpoint_of_another_run(workshop, other):
+def test_eval_last_rejects_a_checkpoint_of_another_run(workshop, other):
     def change(folder: Path) -> None:
         shutil.rmtree(last := checkpoint_folder(folder / "run", STEPS))
         shutil.copytree(checkpoint_folder(workshop.intact / other, STEPS), last)
@@ -210,7 +210,7 @@ def test_last_rejects_a_checkpoint_of_another_run(workshop, other):
     assert "another run" in ended.err
 
 
-def test_resume_replaces_a_file_that_has_the_name_of_a_checkpoint(workshop):
+def test_resume_replaces_a_file_with_the_name_of_a_checkpoint(workshop):
     def change(folder: Path) -> None:
         shutil.rmtree(last := checkpoint_folder(folder / "run", STEPS))
         last.write_text("")
@@ -219,7 +219,7 @@ def test_resume_replaces_a_file_that_has_the_name_of_a_checkpoint(workshop):
     assert result == workshop.result(SUBJECTS["finished run"], "resume")
 
 
-def test_folders_whose_names_are_not_steps_are_ignored(workshop):
+def test_checkpoint_folders_with_invalid_names_are_ignored(workshop):
     def change(folder: Path) -> None:
         (folder / "run" / "checkpoints" / "step-\u00b2").mkdir()
 
@@ -228,7 +228,7 @@ def test_folders_whose_names_are_not_steps_are_ignored(workshop):
 
 
 @pytest.mark.parametrize("command", ["eval", "resume"])
-def test_a_corpus_of_other_data_is_prepared_again(workshop, command):
+def test_corpus_of_other_data_is_prepared_again(workshop, command):
     def change(folder: Path) -> None:
         (corpus,) = folder.glob("home/cache/text-*")
         shutil.rmtree(corpus)
@@ -240,7 +240,7 @@ def test_a_corpus_of_other_data_is_prepared_again(workshop, command):
 
 
 @pytest.mark.parametrize("command", ["load AutoConfig", "load our Config"])
-def test_an_edited_config_of_an_export_is_rejected(workshop, command):
+def test_edited_config_of_an_export_is_rejected(workshop, command):
     def change(folder: Path) -> None:
         path = folder / "export" / "config.json"
         path.write_text(path.read_text().replace('"n_code": 7', '"n_code": 8'))

@@ -1,4 +1,4 @@
-"""The presets against the paper: Table 10 and Section C.2, written down as data."""
+"""The presets against Table 10 and Section C.2 of the paper."""
 
 from functools import cache
 
@@ -47,7 +47,7 @@ def model_of(name):
         return TransformerVQ(PRESETS[name].model)
 
 
-def test_all_other_presets_are_sizes_for_a_cpu():
+def test_presets_beyond_the_paper_are_tiny_and_small():
     assert set(PRESETS) - set(PAPER) == {"tiny", "small"}
 
 
@@ -77,7 +77,7 @@ def test_table_10(name):
 
 
 @every_preset
-def test_the_optimizer_of_section_c_2(name):
+def test_optimizer_matches_section_c_2(name):
     config = PRESETS[name]
     optimizer = make_optimizer(model_of(name), config.optim)
     if config.optim.optimizer == "adamw":
@@ -90,13 +90,13 @@ def test_the_optimizer_of_section_c_2(name):
     for group in optimizer.param_groups:
         for p in group["params"]:
             wanted_decay = config.optim.weight_decay if p.ndim > 1 else 0.0
-            assert group["decay_per_update"] == wanted_decay
+            assert group["decay_per_step"] == wanted_decay
 
 
 @every_preset
-def test_the_learning_rate_climbs_for_10_000_updates_and_falls_to_a_tenth(name):
+def test_learning_rate_rises_for_10_000_steps_and_falls_to_a_tenth(name):
     optim, steps = PRESETS[name].optim, PRESETS[name].train.steps
-    rates = [learning_rate(optim, update, steps) for update in (0, 5000, 10_000, steps)]
+    rates = [learning_rate(optim, step, steps) for step in (0, 5000, 10_000, steps)]
     peak = optim.lr
     assert rates == pytest.approx([0.0, peak / 2, peak, peak / 10], rel=1e-12)
     middle = learning_rate(optim, (10_000 + steps) // 2, steps)
@@ -104,7 +104,7 @@ def test_the_learning_rate_climbs_for_10_000_updates_and_falls_to_a_tenth(name):
 
 
 @every_preset
-def test_codebooks_head_and_positions(name):
+def test_codebooks_head_and_positions_match_the_paper(name):
     model, train = PRESETS[name].model, PRESETS[name].train
     assert (model.commit_coef, model.ema_decay, model.pe_wavelength) == (1e-4, 0.99, 1e5)
     assert (model.codebook_init, model.revive_below) == ("random", 0.0)

@@ -1,4 +1,4 @@
-"""Progress: lines where there is no terminal, numbers one can read."""
+"""Progress bars, log lines and reporters."""
 
 import io
 import logging
@@ -19,7 +19,7 @@ def test_lines_come_now_and_then(monkeypatch, capsys):
         for _ in range(4):
             advance(10, note="fine")
     lines = capsys.readouterr().err.splitlines()
-    # 20 s apart, at least 30 s between two lines: the second and the fourth call are told.
+    # 20 s apart, at least 30 s between two lines: the second and fourth call print one.
     assert lines == [
         "reading: 20/100 B, 0.5 B/s, 0:02:40 left, fine",
         "reading: 40/100 B, 0.5 B/s, 0:02:00 left, fine",
@@ -29,9 +29,9 @@ def test_lines_come_now_and_then(monkeypatch, capsys):
 def test_what_was_done_before_does_not_count_for_the_rate(monkeypatch, capsys):
     clock = iter([0, 40])
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    with progress_bar("run", 1000, "updates", done=900) as advance:
+    with progress_bar("run", 1000, "steps", done=900) as advance:
         advance(40)
-    assert capsys.readouterr().err == "run: 940/1000 updates, 1 updates/s, 0:01:00 left\n"
+    assert capsys.readouterr().err == "run: 940/1000 steps, 1 steps/s, 0:01:00 left\n"
 
 
 def test_a_terminal_gets_a_bar(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The README's snippets run, and what the documentation refers to exists."""
+"""README snippets run, and every path, module and test named in the documentation exists."""
 
 import importlib
 import re
@@ -20,7 +20,7 @@ def test_snippets_run_in_order():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_and_paths_of_a_page_exist(page):
+def test_links_and_paths_exist(page):
     text = page.read_text()
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", text)
     targets = [page.parent / link for link in links if "://" not in link]
@@ -33,7 +33,7 @@ KINDS = "Definition|Theorem|Corollary|Remark|Section|Table|Code"
 ROWS = re.findall(rf"^\| ((?:{KINDS})s? [^|]*)\|([^|]*)\|([^|]*)\|$", README, flags=re.MULTILINE)
 
 
-def test_every_numbered_statement_of_the_paper_is_in_the_table():
+def test_paper_table_lists_every_numbered_statement():
     named = " ".join(paper for paper, _, _ in ROWS)
     numbers = set(re.findall(r"\d\.\d+", named))
     assert numbers >= {f"2.{n}" for n in range(1, 9)} | {f"3.{n}" for n in range(1, 11)}
@@ -41,7 +41,7 @@ def test_every_numbered_statement_of_the_paper_is_in_the_table():
 
 
 @pytest.mark.parametrize(("paper", "code", "test"), ROWS, ids=[paper for paper, _, _ in ROWS])
-def test_the_table_points_at_things_that_exist(paper, code, test):
+def test_paper_table_names_existing_code_and_tests(paper, code, test):
     for module, name in re.findall(r"`([\w/]+)\.py`(?: `([\w.]+)`)?", code):
         found = importlib.import_module(f"transformer_vq.{module.replace('/', '.')}")
         for part in name.split(".") if name else []:

@@ -1,4 +1,4 @@
-"""The recorded measurements in benchmarks/ can be read by the code that prints and draws them."""
+"""The records in benchmarks/ can be printed and plotted."""
 
 import json
 from pathlib import Path
@@ -34,15 +34,15 @@ FIGURES = sorted(path.stem for path in FOLDER.glob("*.png"))
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_a_recorded_measurement_can_be_printed(name):
-    result = json.loads((FOLDER / f"{name}.json").read_text())
-    lines = TABLES[name.partition("-")[0]](result).splitlines()
+def test_record_can_be_printed(name):
+    record = json.loads((FOLDER / f"{name}.json").read_text())
+    lines = TABLES[name.partition("-")[0]](record).splitlines()
     rows = [line for line in lines if line.startswith("|")]
-    assert len(rows) >= 3  # a header, a rule and a measurement
+    assert len(rows) >= 3  # header, separator and at least one measurement
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_committed_figure_can_be_drawn_again(name, tmp_path):
+def test_committed_figure_can_be_plotted_again(name, tmp_path):
     out = tmp_path / "figure.png"
     assert plots.plot_path(FOLDER / f"{name}.json", out) == [out]
     assert out.stat().st_size > 0

@@ -1,7 +1,7 @@
-"""Theorem 2.2 and its corollaries, numerically: quantization minimises the error of the scores.
+"""Numerical checks of Theorem 2.2 and its corollaries: quantization minimizes the score error.
 
-The keys are quantized by `VectorQuantizer`; the expected error comes from the distances to all
-codewords.
+The keys are quantized by `VectorQuantizer`; the expected error is computed from the distances to
+all codewords.
 """
 
 import pytest
@@ -15,25 +15,25 @@ D, S, N = 4, 8, 20_000
 
 
 def isotropic_queries(sigma: float) -> Tensor:
-    """Queries with E[q q^T] = sigma^2 I exactly, as a finite distribution: +-sigma sqrt(D) e_d."""
+    """Return a finite set of queries, +-sigma sqrt(D) e_d, with E[q q^T] = sigma^2 I exactly."""
     axes = torch.eye(D, dtype=torch.float64) * sigma * D**0.5
     return torch.cat([axes, -axes])
 
 
 def score_error(q: Tensor, k: Tensor, k_hat: Tensor) -> Tensor:
-    """E over q and k of (q . k - q . k_hat)^2, every pair counted."""
+    """Return the mean of (q . k - q . k_hat)^2 over all pairs of q and k."""
     return ((k - k_hat) @ q.T).square().mean()
 
 
 def quantize(k: Tensor, codebook: Tensor) -> Tensor:
-    """Return the codewords that a layer with this codebook chooses for the keys."""
+    """Return the codewords that a quantizer with this codebook selects for the keys."""
     quantizer = VectorQuantizer(len(codebook), D).double()
     quantizer.c_sum.copy_(codebook)
     return quantizer(k[None, None]).k_hat[0, 0]
 
 
 def least_key_error(k: Tensor, codebook: Tensor) -> Tensor:
-    """Mean squared distance of a key to the nearest of all codewords."""
+    """Return the mean squared distance between a key and its nearest codeword."""
     distances = (k[:, None] - codebook).square().sum(-1)  # [key, code]
     return distances.min(-1).values.mean()
 
@@ -56,7 +56,7 @@ def test_theorem_2_2_holds_in_expectation_for_random_queries():
     assert_close("expectation", sampled, least_key_error(k, codebook), tolerance=0.05)
 
 
-def test_corollary_2_3_no_other_choice_of_codewords_is_better():
+def test_corollary_2_3_nearest_codewords_minimize_the_score_error():
     k = torch.randn(500, D, dtype=torch.float64)
     codebook = torch.randn(S, D, dtype=torch.float64)
     q = isotropic_queries(1.0)
@@ -64,7 +64,7 @@ def test_corollary_2_3_no_other_choice_of_codewords_is_better():
     best = score_error(q, k, k_hat)
     for _ in range(50):
         assert best < score_error(q, k, codebook[torch.randint(S, (500,))])
-    # Also not one that differs from it in a single key.
+    # Changing the codeword of a single key increases the error too.
     for key in range(20):
         for codeword in codebook:
             if not torch.equal(codeword, k_hat[key]):
@@ -73,20 +73,21 @@ def test_corollary_2_3_no_other_choice_of_codewords_is_better():
                 assert best < score_error(q, k, changed)
 
 
-def test_corollary_2_4_codebooks_rank_alike_by_score_error_and_by_key_error():
-    """Three codebooks for clustered keys, from the best to the worst.
+def test_corollary_2_4_score_error_and_key_error_rank_codebooks_equally():
+    """Compare three codebooks for clustered keys, from best to worst.
 
-    A quantizer that always chose the first codeword would rank them in reverse: the better the
-    codebook, the farther its first codeword is from the mean. One that chose the second nearest
+    A quantizer that always selected the first codeword would rank them in reverse: the better the
+    codebook, the farther its first codeword is from the mean. One that selected the second nearest
     would rank the first codebook below the second, which contains every codeword twice.
     """
     centers = torch.cat([torch.eye(D, dtype=torch.float64), -torch.eye(D, dtype=torch.float64)])
-    centers *= torch.arange(S, 0, -1, dtype=torch.float64)[:, None]  # the first is the outermost
+    # The first center has the largest norm.
+    centers *= torch.arange(S, 0, -1, dtype=torch.float64)[:, None]
     k = (centers[:, None] + 0.1 * torch.randn(S, 50, D, dtype=torch.float64)).flatten(0, 1)
-    every_center = centers
-    half_of_them_twice = centers[1::2].repeat(2, 1)
-    the_mean = k.mean(0).expand(S, -1)
-    codebooks = [every_center, half_of_them_twice, the_mean]
+    all_centers = centers
+    half_repeated = centers[1::2].repeat(2, 1)
+    mean_only = k.mean(0).expand(S, -1)
+    codebooks = [all_centers, half_repeated, mean_only]
     q = isotropic_queries(3.0)
     by_key = [float(least_key_error(k, c)) for c in codebooks]
     by_score = [float(score_error(q, k, quantize(k, c))) for c in codebooks]
@@ -94,8 +95,8 @@ def test_corollary_2_4_codebooks_rank_alike_by_score_error_and_by_key_error():
     assert by_score[0] < by_score[1] < by_score[2]
 
 
-def test_remark_2_5_running_means_lower_the_error():
-    """The codebook's own learning is approximate k-means: it descends on the same objective."""
+def test_remark_2_5_moving_averages_lower_the_error():
+    """EMA codebook learning is approximate k-means and minimizes the same objective."""
     k = torch.randn(1, 1, 2000, D) + 2 * torch.randint(-1, 2, (1, 1, 2000, D))
     q = isotropic_queries(1.0).float()
     quantizer = VectorQuantizer(32, D, ema_decay=0.8, codebook_init="keys")
@@ -105,5 +106,5 @@ def test_remark_2_5_running_means_lower_the_error():
         errors.append(float(score_error(q, k[0, 0], out.k_hat[0, 0])))
         least = float(least_key_error(k[0, 0], quantizer.codebook[0]))
         assert errors[-1] == pytest.approx(least, rel=1e-5)
-        quantizer.update(out.usage)
+        quantizer.update_codebook(out.usage)
     assert errors[-1] < 0.9 * errors[1] < errors[0]

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformer_vq.generation.snapshot import load_context, save_context
     from transformer_vq.interop import load_official
     from transformer_vq.nn.attention import FullAttention, VQAttention
-    from transformer_vq.nn.heads import AttentionOutput
     from transformer_vq.nn.model import ModelOutput, TransformerVQ
+    from transformer_vq.nn.projections import AttentionOutput
     from transformer_vq.nn.quantizer import CodebookHealth, CodeUsage, VectorQuantizer
     from transformer_vq.nn.state import ModelState
     from transformer_vq.ops.blockwise import vq_attention
@@ -55,7 +55,7 @@ _MODULES = {
     "generation.snapshot": "load_context save_context",
     "interop": "load_official",
     "nn.attention": "FullAttention VQAttention",
-    "nn.heads": "AttentionOutput",
+    "nn.projections": "AttentionOutput",
     "nn.model": "ModelOutput TransformerVQ",
     "nn.quantizer": "CodeUsage CodebookHealth VectorQuantizer",
     "nn.state": "ModelState",

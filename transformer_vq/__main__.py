@@ -1,4 +1,4 @@
-"""python -m transformer_vq: the same as tvq."""
+"""Entry point of `python -m transformer_vq`, which is the same as `tvq`."""
 
 from transformer_vq.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Where, in which precision and in which mode a model works."""
+"""Device selection, precision, evaluation mode and memory settings."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformer_vq.errors import UserError
 
 
 def find_device(name: str = "auto") -> torch.device:
-    """Return the device of that name; `auto` is a GPU if there is one.
+    """Return the device with this name; `auto` selects a GPU if one is available.
 
-    Raises UserError unless models can be trained and evaluated on it, on this machine.
+    Raises UserError if the device cannot be used on this machine.
     """
     if name in ("cpu", "cpu:0"):
         return torch.device("cpu")
@@ -39,14 +39,14 @@ def find_device(name: str = "auto") -> torch.device:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes that the device has, used or not: the same whenever it is asked."""
+    """Return the total memory of the device in bytes, including memory in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def matmul_precision(device: torch.device, precision: str) -> AbstractContextManager[object]:
-    """fp32, or bf16 for matrix products while weights and everything delicate stay fp32."""
+    """Return an autocast context for bf16, or a no-op context for fp32; weights stay fp32."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
@@ -54,7 +54,7 @@ def matmul_precision(device: torch.device, precision: str) -> AbstractContextMan
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and gradients; afterwards the model is in the mode it was in."""
+    """Disable dropout and gradients in the context; restore the mode of the model afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -65,7 +65,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """False for a processor without bf16 instructions, on which such products are emulated."""
+    """Return whether the device has bf16 instructions; CPUs without them emulate bf16."""
     if device.type != "cpu":
         return True
     found = torch.cpu.get_capabilities()
@@ -73,17 +73,18 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep what large tensors free, where the C library is glibc.
+    """Configure glibc to reuse freed memory instead of returning it to the system.
 
-    It would give the memory back and ask for it again with the next tensor, and every new page of
-    it costs time: up to a third of a training step on a processor. Tensors of two gigabytes are
-    still given back: gaps of that size would be too much of the memory.
+    By default, glibc returns the memory of large tensors and requests it again for the next one.
+    The page faults take up to a third of a training step on a CPU. Allocations of 2 GB and more are
+    still returned, because gaps of that size would waste too much memory. Other C libraries are not
+    changed.
     """
-    mmap_max, mmap_threshold, trim_threshold = -4, -3, -1  # numbers from malloc.h
+    mmap_max, mmap_threshold, trim_threshold = -4, -3, -1  # constants from malloc.h
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
     mallopt(trim_threshold, -1)
-    if not mallopt(mmap_threshold, 2**31 - 1):  # glibc before 2.35 takes no more than 32 MB
+    if not mallopt(mmap_threshold, 2**31 - 1):  # glibc before 2.35 accepts at most 32 MB
         mallopt(mmap_max, 0)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_vq.data.batches import Batch, cuts_documents, read_rows
+from transformer_vq.data.batches import Batch, packs_documents, read_rows
 from transformer_vq.data.corpus import Split, SplitSize
 from transformer_vq.device import evaluating, matmul_precision
 from transformer_vq.errors import UserError
@@ -149,7 +149,7 @@ def _contexts(
     if protocol == "windowed":
         begins = np.arange(0, size, seq_len)
         ends = np.minimum(begins + seq_len, size)
-        documents = cuts_documents(split, seq_len)
+        documents = packs_documents(split, seq_len)
     else:
         begins = np.asarray(split.starts)
         begins = begins[begins < size]

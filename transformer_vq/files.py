@@ -1,9 +1,9 @@
-"""Files that are complete or absent, and verified when they are read.
+"""Atomic writes and verified reads: a file is complete or absent, and corruption is detected.
 
-Everything is written under a temporary name and renamed. What decides a result carries a SHA-256:
-safetensors files in their own metadata, JSON files in a field, other files in a JSON file next to
-them. Temporary names are random and created exclusively, so no existing file or symbolic link is
-written through; `remove_partial_files` deletes those of processes that were killed.
+Every file is written under a temporary name and then renamed. Files that affect results carry a
+SHA-256: safetensors files in their metadata, JSON files in a field, other files in a JSON file
+next to them. Temporary names are random and created exclusively, so existing files and symbolic
+links are never written through. `remove_partial_files` deletes what killed processes left.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torch import Tensor
 
 from transformer_vq.errors import UserError
 
-DIGEST = "sha256"
-PARTIAL = ".partial"
+DIGEST = "sha256"  # name of the checksum, in JSON objects and in safetensors metadata
+PARTIAL = ".partial"  # suffix of temporary files and folders
 
 
 class CorruptFileError(UserError):
-    """A file that is missing, incomplete or not what was written."""
+    """A file that is missing, incomplete, or different from what was written."""
 
 
 class MissingFileError(CorruptFileError, FileNotFoundError):
@@ -38,14 +38,17 @@ class MissingFileError(CorruptFileError, FileNotFoundError):
 
 
 def check_can_write(option: str, path: Path | None, overwrite: bool = False) -> None:
-    """Fail before the work whose result could not be written."""
+    """Raise UserError if an output file cannot be written, so that commands fail early.
+
+    option: the command-line option that names the file, for the message. path: None is accepted.
+    """
     if path is None:
         return
-    is_link = path.is_symlink()  # replaced, never written through
+    is_link = path.is_symlink()  # a link is replaced, not followed
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise UserError(f"{option} {path}: give the name of a file in a folder that exists")
+        raise UserError(f"{option} {path}: give a file name in an existing folder")
     if path.exists() and not path.is_file() and not is_link:
-        raise UserError(f"{option} {path}: is a device or pipe; give the name of a file")
+        raise UserError(f"{option} {path}: is a device or pipe; give a regular file")
     if not overwrite and (path.exists() or is_link):
         raise UserError(f"{option} {path}: the file exists; use --overwrite or another name")
     if not os.access(path.absolute().parent, os.W_OK):
@@ -54,9 +57,12 @@ def check_can_write(option: str, path: Path | None, overwrite: bool = False) -> 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yield a temporary file to write to; on success it is renamed to `path`."""
-    partial = _partial_name(path)
-    # Created here, not by the writer, so that every file gets the mode the umask asks for.
+    """Yield a temporary file to write to; on success it is renamed to `path`.
+
+    If the block raises, the temporary file is deleted and `path` is unchanged.
+    """
+    partial = partial_path(path)
+    # Created here, not by the writer, so that the mode of every file follows the umask.
     try:
         os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     except OSError as error:
@@ -76,9 +82,10 @@ def atomic_write(path: Path) -> Iterator[Path]:
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to fill; on success it is renamed to `folder`.
 
-    Raises OSError if `folder` exists by then and is not empty.
+    If the block raises, the temporary folder is deleted. Raises OSError if `folder` exists and is
+    not empty when the block ends.
     """
-    partial = _partial_name(folder)
+    partial = partial_path(folder)
     partial.parent.mkdir(parents=True, exist_ok=True)
     partial.mkdir()
     try:
@@ -91,7 +98,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 def remove_partial_files(folder: Path) -> None:
     """Delete the temporary files and folders that killed processes left in `folder`.
 
-    Call this only while no other process can be writing there.
+    Call it only while no other process writes to `folder`.
     """
     for path in folder.glob(f".*.{'[0-9a-f]' * 8}{PARTIAL}"):
         if path.is_dir() and not path.is_symlink():
@@ -100,21 +107,24 @@ def remove_partial_files(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _partial_name(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
+    """Return a new random temporary name next to `path`."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
     with atomic_write(path) as partial:
         partial.write_text(text)
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Return the value in a JSON file; raises CorruptFileError if it does not hold one."""
+    """Return the value of a JSON file; raise CorruptFileError if it is missing or invalid."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
@@ -126,15 +136,18 @@ def read_json(path: Path) -> Any:
 
 
 def write_verified_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object together with its own checksum, for `read_verified_json`."""
+    """Write a JSON object with its checksum, for `read_verified_json`."""
     write_json(path, value | {DIGEST: _json_digest(value)})
 
 
 def read_verified_json(path: Path) -> dict[str, Any]:
-    """Return what `write_verified_json` wrote; raises CorruptFileError if anything differs."""
+    """Return the object that `write_verified_json` wrote.
+
+    Raises CorruptFileError if the file is missing, invalid, or was changed.
+    """
     value = read_json(path)
     if not isinstance(value, dict) or DIGEST not in value:
-        raise CorruptFileError(f"{path} has no checksum; it was not written by this version")
+        raise CorruptFileError(f"{path} has no checksum; it was written by another version")
     digest = value.pop(DIGEST)
     if digest != _json_digest(value):
         raise CorruptFileError(f"{path} is corrupt or was edited: its checksum does not match")
@@ -146,7 +159,7 @@ def _json_digest(value: dict[str, Any]) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file's content."""
+    """Return the SHA-256 of a file; raise CorruptFileError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, DIGEST).hexdigest()
@@ -157,15 +170,17 @@ def file_digest(path: Path) -> str:
 def write_tensors(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
 ) -> str:
-    """Write a safetensors file with its checksum in the metadata; return the checksum.
+    """Write a safetensors file with a checksum in its metadata; return the checksum.
 
-    Raises OSError if it cannot be written, for example on a full disk.
+    Raises OSError if the file cannot be written, for example because the disk is full.
     """
     metadata = metadata or {}
     digest = _tensors_digest(tensors, metadata)
     try:
         with atomic_write(path) as partial:
-            save_file(_unshared(tensors), partial, metadata=metadata | {DIGEST: digest})
+            save_file(
+                _without_shared_memory(tensors), partial, metadata=metadata | {DIGEST: digest}
+            )
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error
     return digest
@@ -174,48 +189,50 @@ def write_tensors(
 def read_tensors(path: Path, digest: str | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and metadata that `write_tensors` wrote.
 
-    digest: the checksum it returned, if known. Raises CorruptFileError if anything differs.
+    digest: the expected checksum, as returned by `write_tensors`; None accepts any valid file.
+    Raises CorruptFileError if the file is missing, invalid, or was changed.
     """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            # Copies, because tensors of a mapped file may be unaligned. Matrix products round by
+            # alignment, so without them a resumed run could differ from an uninterrupted one.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
         raise MissingFileError(f"{path} does not exist") from None
     except (SafetensorError, OSError) as error:
         raise CorruptFileError(f"{path} is not a readable safetensors file: {error}") from error
     stored = metadata.pop(DIGEST, None)
     if stored is None:
-        raise CorruptFileError(f"{path} has no checksum; it was not written by this version")
+        raise CorruptFileError(f"{path} has no checksum; it was written by another version")
     if stored != _tensors_digest(tensors, metadata) or digest not in (None, stored):
         raise CorruptFileError(f"{path} is corrupt: its checksum does not match")
     return tensors, metadata
 
 
 def tensors_digest(tensors: dict[str, Tensor]) -> str:
-    """Return a SHA-256 over names, types, shapes and values."""
+    """Return the SHA-256 of the names, dtypes, shapes and values of tensors."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         x = tensors[name].detach().cpu()
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
         x = x.flatten().contiguous()
-        if x.stride(0) != 1:  # a single number of which torch says that it is contiguous
+        if x.stride(0) != 1:  # torch reports single elements as contiguous with any stride
             x = x.clone(memory_format=torch.contiguous_format)
         digest.update(x.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def _tensors_digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    content = {"tensors": tensors_digest(tensors), "metadata": metadata}
-    return _json_digest(content)
+    return _json_digest({"tensors": tensors_digest(tensors), "metadata": metadata})
 
 
-def _unshared(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share memory, and make all contiguous, as safetensors requires."""
-    unshared, seen = {}, set()
+def _without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors that share storage and make all contiguous, as safetensors requires."""
+    result, seen = {}, set()
     for name, x in tensors.items():
-        place = x.untyped_storage().data_ptr()
-        copy = x.clone(memory_format=torch.contiguous_format) if place in seen else x
-        unshared[name] = copy.contiguous()
-        seen.add(place)
-    return unshared
+        address = x.untyped_storage().data_ptr()
+        copy = x.clone(memory_format=torch.contiguous_format) if address in seen else x
+        result[name] = copy.contiguous()
+        seen.add(address)
+    return result

@@ -1,7 +1,7 @@
-"""Weights of the official JAX code into our model.
+"""Import of weights from the official JAX code.
 
-The official tree, flattened with "/", stacks all layers of a kind along the first axis and stores
-kernels as [in, out]. `official_names` is the one table of who is who.
+The official parameter tree, flattened with "/", stacks all layers of a type along the first axis
+and stores kernels as [in, out]. `official_names` maps our parameter names to the official ones.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _FEED_FORWARD = {"in_proj.weight": "Dense_0/kernel", "out_proj.weight": "Dense_1
 
 @dataclass(frozen=True)
 class OfficialName:
-    """Where one of our tensors is found: a name and, in a stack of layers, which layer."""
+    """Location of a tensor in the official tree: its name and, for stacked layers, the index."""
 
     name: str
     layer: int | None = None
 
     def read(self, params: Mapping[str, Any]) -> np.ndarray:
-        """The array in our layout: that layer's, kernels as [out, in]."""
+        """Return the array of this layer in PyTorch order, kernels as [out, in]."""
         array = np.asarray(params[self.name])
         if self.layer is not None:
             array = array[self.layer, 0]
@@ -47,7 +47,7 @@ class OfficialName:
 
 
 def official_names(config: ModelConfig) -> dict[str, OfficialName]:
-    """Name in our `state_dict` -> name in the official tree."""
+    """Return a map from names in our `state_dict` to names in the official tree."""
     names = {"embed.weight": OfficialName("token_embed/embedding")}
     if config.absolute_positions:
         names["positions.scale"] = OfficialName("pos_embed/scale")
@@ -57,39 +57,39 @@ def official_names(config: ModelConfig) -> dict[str, OfficialName]:
     attention = "VQAttention" if config.attention == "vq" else "FullAttention"
     is_shga = config.head_type == "shga"
     for layer in range(config.n_layer):
-        halves = [
+        branches = [
             (f"{attention}_0", _ATTENTION),
             (f"{attention}_1", _ATTENTION)
             if is_shga
             else ("MultiLayerPerceptron_0", _FEED_FORWARD),
         ]
-        for half, (block, table) in enumerate(halves):
-            for ours, theirs in table.items():
+        for branch, (module, table) in enumerate(branches):
+            for ours, official in table.items():
                 if ours == "g_proj.weight" and not is_shga:
                     continue
                 if ours.startswith("quantizer") and config.attention != "vq":
                     continue
-                key = f"branches.{2 * layer + half}.{ours}"
-                names[key] = OfficialName(f"stack/{block}/{theirs}", layer)
+                key = f"branches.{2 * layer + branch}.{ours}"
+                names[key] = OfficialName(f"stack/{module}/{official}", layer)
     return names
 
 
 def load_official(
     params: Mapping[str, Any], config: ModelConfig, reduction: Reduction = "auto"
 ) -> TransformerVQ:
-    """A model with the weights and codebooks of the official code's "optimized" branch.
+    """Return a model with weights and codebooks of the official code's "optimized" branch.
 
-    params: flattened names, such as "stack/VQAttention_0/res_proj/kernel", to arrays.
-    Raises ValueError when names or shapes do not fit the config.
+    params: maps flattened names, such as "stack/VQAttention_0/res_proj/kernel", to arrays.
+    Raises ValueError if names or shapes do not match the config.
     """
     names = official_names(config)
     wanted = {official.name for official in names.values()}
-    # The official code always makes a position scale, used or not.
+    # The official code always creates a position scale, even if it is not used.
     missing, unknown = wanted - set(params), set(params) - wanted - {"pos_embed/scale"}
     if missing or unknown:
         raise ValueError(
-            "the parameters do not fit the config: "
-            f"missing {sorted(missing) or 'none'}, not expected {sorted(unknown) or 'none'}"
+            "the parameters do not match the config: "
+            f"missing {sorted(missing) or 'none'}, unexpected {sorted(unknown) or 'none'}"
         )
     model = TransformerVQ(config, reduction=reduction)
     tensors = model.state_dict()
@@ -97,17 +97,17 @@ def load_official(
         stack = np.asarray(params[official.name])
         if official.layer is not None and stack.shape[:2] != (config.n_layer, 1):
             raise ValueError(
-                f"{official.name} begins with {stack.shape[:2]}, want (n_layer, 1) = "
-                f"({config.n_layer}, 1)"
+                f"{official.name} has leading dimensions {stack.shape[:2]}, expected "
+                f"(n_layer, 1) = ({config.n_layer}, 1)"
             )
         array = official.read(params)
         if array.shape != tuple(tensors[ours].shape):
             raise ValueError(
-                f"{official.name} gives {array.shape}, {ours} has shape "
+                f"{official.name} has shape {array.shape}, but {ours} has shape "
                 f"{tuple(tensors[ours].shape)}; check d_model, d_k, n_code and vocab_size"
             )
         tensors[ours].copy_(torch.from_numpy(array.copy()))
     for name, tensor in tensors.items():
-        if name.endswith("quantizer.started"):  # these codebooks are not to be initialised again
+        if name.endswith("quantizer.started"):  # keep the loaded codebooks
             tensor.fill_(True)
     return model

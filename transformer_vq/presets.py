@@ -1,4 +1,4 @@
-"""The paper's hyperparameter table as data, and two sizes that a CPU can train."""
+"""Presets: the hyperparameters of the paper (Table 10), and two sizes for training on a CPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from transformer_vq.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 
-# Small models have an output head of their own; large ones share the embeddings, normalise the
-# features and scale them down.
+# Small models have a separate output head. Large models tie it to the embeddings, and normalize and
+# scale the features before it.
 _SMALL = ModelConfig(
     vocab_size=256, d_model=768, n_layer=24, codebook_init="random", revive_below=0.0
 )
@@ -29,7 +29,7 @@ _IMAGENET64 = DataConfig(dataset="imagenet64")
 _PAPER = TrainConfig(precision="bf16", accumulate=0, log_every=10, eval_every=1000, save_every=1000)
 _IMAGES = replace(_PAPER, seq_len=12_288)
 
-# Sizes chosen by measurement on two cores; short warm-up and higher rate for short trainings.
+# Chosen by measurement on two cores. Short runs need a short warm-up and a higher learning rate.
 _CPU_MODEL = ModelConfig(
     vocab_size=256,
     d_model=256,

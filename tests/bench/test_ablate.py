@@ -1,4 +1,4 @@
-"""`tvq bench ablate`: what is trained, that it goes on where it was, what follows."""
+"""`tvq bench ablate`: its runs, resuming it, and its record."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from statistics import mean, stdev
 import pytest
 from helpers import tiny_run
 
-from transformer_vq.bench import ablate
+from transformer_vq.bench import ablate, defaults
 from transformer_vq.bench.ablate import Setting
 from transformer_vq.bench.plots import plot_path
 from transformer_vq.cli.main import main
@@ -25,7 +25,7 @@ def base(tmp_path, monkeypatch):
     config = tiny_run(
         tmp_path, model={"n_layer": 1}, train={"steps": 6, "eval_every": 3, "save_every": 6}
     )
-    monkeypatch.setattr(ablate, "BASE", config)
+    monkeypatch.setattr(defaults, "ABLATION_BASE", config)
     monkeypatch.setattr(ablate, "ROUNDS", 1)
     return config
 
@@ -34,13 +34,13 @@ def command(out, *more):
     main(["bench", "ablate", "--codes", "5", "--seeds", "2", "--out", str(out), *more])
 
 
-def test_settings_hold_the_base_and_the_base_without_its_cache(base):
+def test_settings_include_the_base_with_and_without_its_cache(base):
     want = [Setting(5), Setting(7), Setting(9), Setting(7, compressive_cache=False)]
     assert ablate.settings(base, [9, 5]) == want
     assert ablate.settings(base, [9, 7, 5, 5]) == want
 
 
-def test_the_command_trains_tells_and_draws(base, tmp_path, capsys):
+def test_command_trains_prints_tables_and_writes_a_record(base, tmp_path, capsys):
     out = tmp_path / "ablation"
     command(out, "--json")
     *table, last = capsys.readouterr().out.splitlines()
@@ -71,32 +71,32 @@ def test_the_command_trains_tells_and_draws(base, tmp_path, capsys):
     assert (out / "ablation.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_interrupted_ablation_goes_on_to_the_same_result(base, tmp_path, capsys, monkeypatch):
+def test_interrupted_ablation_resumes_with_the_same_result(base, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ablate, "latencies", lambda configs: [1.0] * len(configs))
-    command(tmp_path / "whole")
-    whole = (tmp_path / "whole" / "ablation.json").read_text()
-    out, done, update = tmp_path / "cut", [], Trainer.update
+    command(tmp_path / "uninterrupted")
+    want = (tmp_path / "uninterrupted" / "ablation.json").read_text()
+    out, done, train_step = tmp_path / "interrupted", [], Trainer.step
 
-    def counted(self, batch, step, begins):
+    def counted(self, batch, step, begins, ends):
         done.append(step)
-        if len(done) == 10:  # within the second run
+        if len(done) == 10:  # during the second run
             os.kill(os.getpid(), signal.SIGINT)
-        return update(self, batch, step, begins)
+        return train_step(self, batch, step, begins, ends)
 
-    monkeypatch.setattr(Trainer, "update", counted)
+    monkeypatch.setattr(Trainer, "step", counted)
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
         command(out)
     assert stopped.value.code == 130
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "run the same command again" in capsys.readouterr().out
     assert not (out / "ablation.json").exists()
     assert not (out / "codes-7-no-cache-seed-0").exists()
     command(out)
-    assert done == [*range(6)] * 6  # every update of every run once
-    assert (out / "ablation.json").read_text() == whole
+    assert done == [*range(6)] * 6  # every step of every run once
+    assert (out / "ablation.json").read_text() == want
 
 
-def test_a_finished_ablation_of_other_sizes_is_not_overwritten(base, tmp_path, capsys):
+def test_command_rejects_a_folder_with_another_config(base, tmp_path, capsys):
     command(tmp_path / "out", "--seeds", "1")
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
@@ -105,8 +105,8 @@ def test_a_finished_ablation_of_other_sizes_is_not_overwritten(base, tmp_path, c
     assert "--model.d-k (8 -> 4)" in capsys.readouterr().err
 
 
-def test_one_seed_has_no_spread_and_parts_left_open_stay_as_they_were(base, tmp_path, capsys):
-    for _ in range(2):  # the second time: what the first has decided
+def test_one_seed_has_no_spread_and_keeps_the_chosen_accumulation(base, tmp_path, capsys):
+    for _ in range(2):  # the second time uses the accumulation chosen by the first
         command(tmp_path / "out", "--seeds", "1", "--train.accumulate", "0", "--json")
     *table, last = capsys.readouterr().out.splitlines()
     assert {row["spread"] for row in json.loads(last)["ablation"]} == {None}
@@ -122,7 +122,7 @@ def test_one_seed_has_no_spread_and_parts_left_open_stay_as_they_were(base, tmp_
         (["--model.attention", "full"], "neither codebooks nor cache"),
     ],
 )
-def test_a_mistake_is_one_line_and_trains_nothing(base, tmp_path, options, message, capsys):
+def test_user_error_is_one_line_and_trains_nothing(base, tmp_path, options, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         command(tmp_path / "out", *options)
     assert stopped.value.code == 2
@@ -132,7 +132,7 @@ def test_a_mistake_is_one_line_and_trains_nothing(base, tmp_path, options, messa
     assert not (tmp_path / "out").exists()
 
 
-def test_the_default_sequences_are_many_windows_long():
-    train, model = ablate.BASE.train, ablate.BASE.model
+def test_default_sequences_are_much_longer_than_the_window():
+    train, model = defaults.ABLATION_BASE.train, defaults.ABLATION_BASE.model
     assert train.seq_len >= 4 * 2 * model.block_len
-    assert model.n_code in ablate.CODES
+    assert model.n_code in defaults.CODES

@@ -1,4 +1,4 @@
-"""A measurement in a process of its own: limits of memory and time, and what ends it early."""
+"""Measurements in a subprocess: memory and time limits, errors and signals."""
 
 import contextlib
 import os
@@ -18,18 +18,18 @@ SMALL = {"d_model": 16, "d_k": 8, "n_code": 7, "block_len": 4, "device": "cpu"}
 OPTIONS = [x for k, v in SMALL.items() for x in ("--" + k.replace("_", "-"), str(v))]
 
 
-def test_a_cell_over_the_limit_of_memory_is_out_of_memory():
+def test_cell_above_the_memory_limit_is_out_of_memory():
     cell = Cell("shga", "full", "auto", 16_384, **SMALL)
     assert in_subprocess(timed_steps, cell, memory_gb=1.0) == {"failed": "out of memory"}
 
 
-def test_a_process_that_takes_too_long_is_ended():
+def test_subprocess_above_the_time_limit_is_killed():
     assert in_subprocess(time.sleep, 600, seconds=0.1) == {
         "failed": "exceeded the time limit of 0.1 s"
     }
 
 
-def test_the_time_limit_is_reported_as_it_was_given():
+def test_over_time_reports_the_time_limit_as_given():
     assert over_time(1500.0) == "exceeded the time limit of 1,500 s"
     assert over_time(0.25) == "exceeded the time limit of 0.25 s"
 
@@ -46,7 +46,7 @@ def fail(how: str) -> None:
     ("how", "kind"),
     [("extra", MissingExtraError), ("file", FileNotFoundError)],
 )
-def test_an_error_of_the_user_is_raised_by_the_parent(how, kind):
+def test_user_error_in_the_subprocess_is_raised_by_the_parent(how, kind):
     with pytest.raises(kind) as here:
         fail(how)
     with pytest.raises(kind) as raised:
@@ -55,19 +55,19 @@ def test_an_error_of_the_user_is_raised_by_the_parent(how, kind):
     assert str(raised.value) == str(here.value)
 
 
-def test_a_bug_in_the_subprocess_shows_where_it_happened():
+def test_bug_in_the_subprocess_shows_its_traceback():
     with pytest.raises(ValueError, match="a bug") as raised:
         in_subprocess(fail, "bug")
     assert not isinstance(raised.value, UserError)
     assert any("in fail" in note for note in raised.value.__notes__)
 
 
-def test_limits_may_be_any_finite_number():
+def test_in_subprocess_accepts_huge_limits():
     assert in_subprocess(dict, memory_gb=1e300, seconds=1e300) == {}
 
 
 @pytest.mark.parametrize("limit", [0, -1.0, float("nan"), float("inf")])
-def test_limits_are_finite_and_above_zero(limit):
+def test_check_limits_rejects_numbers_that_are_not_finite_and_positive(limit):
     check_limits(time_limit=1.0, repeats=1)
     with pytest.raises(UserError, match="--time-limit"):
         check_limits(repeats=1, time_limit=limit)
@@ -76,7 +76,7 @@ def test_limits_are_finite_and_above_zero(limit):
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
 )
-def test_a_signal_ends_the_command_and_its_children(number, status):
+def test_signal_ends_the_command_and_its_children(number, status):
     command = [
         sys.executable,
         "-m",
@@ -93,7 +93,7 @@ def test_a_signal_ends_the_command_and_its_children(number, status):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Where tests run in the background SIGINT is ignored, and children inherit that.
+        # Background jobs ignore SIGINT, and children inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
@@ -102,7 +102,7 @@ def test_a_signal_ends_the_command_and_its_children(number, status):
         return task.read_text().split() if task.exists() else []
 
     deadline = time.monotonic() + 60
-    while len(children()) < 2 and time.monotonic() < deadline:  # one of them keeps resources
+    while len(children()) < 2 and time.monotonic() < deadline:  # one is the resource tracker
         time.sleep(0.05)
     started = children()
     assert started
@@ -111,11 +111,11 @@ def test_a_signal_ends_the_command_and_its_children(number, status):
     else:
         process.send_signal(number)
     try:
-        _, error = process.communicate(timeout=60)  # ends when no child holds the pipe
+        _, error = process.communicate(timeout=60)  # ends when all children have closed the pipe
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     assert process.returncode == status
-    if number == signal.SIGINT:  # a child whose parent is gone before it began may say so
+    if number == signal.SIGINT:  # after SIGTERM, a child that is starting may print an error
         assert error == "tvq: interrupted\n"

@@ -1,4 +1,4 @@
-"""`tvq bench decode` measures, tells what failed, and draws; no time is tested."""
+"""`tvq bench decode`: its record, tables and failures; times are not tested."""
 
 import json
 import sys
@@ -25,22 +25,22 @@ def _few_steps(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["full", "gpt2"])
-def test_states_of_the_baselines_grow_with_the_context(kind, tmp_path):
+def test_state_of_the_baselines_grows_with_the_context(kind, tmp_path):
     config = tiny_config()
     rows = [measure(config, Cell(kind, n, 2), CPU, tmp_path) for n in (8, 16)]
     keys = [decode.state_bytes(config, Cell(kind, n, 2)) for n in (8, 16)]
     assert keys[1] == 2 * keys[0]
     for row, want in zip(rows, keys, strict=True):
-        assert want <= row["state_bytes"] < want + 500  # and where each row stands
+        assert want <= row["state_bytes"] < want + 500  # and the position of each row
         assert row["tokens_per_second"] == pytest.approx(2e3 / row["ms_per_step"])
 
 
-def test_the_state_with_quantized_keys_does_not(tmp_path):
+def test_state_of_vq_does_not_grow_with_the_context(tmp_path):
     short, long = (measure(tiny_config(), Cell("vq", n, 3), CPU, tmp_path) for n in (8, 5000))
     assert short["state_bytes"] == long["state_bytes"] > 0
 
 
-def test_the_gpt2_beside_it_is_of_the_same_size():
+def test_gpt2_baseline_has_about_as_many_parameters():
     from transformer_vq.presets import PRESETS
 
     for name in ("small", "enwik8-190m"):
@@ -49,7 +49,7 @@ def test_the_gpt2_beside_it_is_of_the_same_size():
         assert 12 * n_layer * width**2 == pytest.approx(decode.n_parameters(config), rel=0.15)
 
 
-def test_the_command_measures_tells_and_draws(tmp_path, monkeypatch, capsys):
+def test_command_prints_a_table_and_writes_a_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(decode, "in_subprocess", lambda f, *args, memory_gb, seconds: f(*args))
     out = tmp_path / "decode.json"
     options = ["--preset", "tiny", "--contexts", "8", "20", "--batches", "1", "--kinds", "vq"]
@@ -65,7 +65,7 @@ def test_the_command_measures_tells_and_draws(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "decode.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_state_that_cannot_fit_is_reported_and_not_tried():
+def test_state_above_the_memory_limit_is_reported_without_measuring():
     result = decode.run(
         tiny_config(), contexts=[10**9], batches=[1], kinds=["full"], prefills=[], memory_gb=1.0
     )
@@ -76,7 +76,7 @@ def test_a_state_that_cannot_fit_is_reported_and_not_tried():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["nothing"], "there is no benchmark 'nothing'"),
+        (["nothing"], "unknown benchmark 'nothing'"),
         (["decod"], "did you mean decode?"),
         (["decode", "--contexts", "0"], "--contexts"),
         (["decode", "--prefills", "0"], "--prefills"),
@@ -85,7 +85,7 @@ def test_a_state_that_cannot_fit_is_reported_and_not_tried():
         (["decode", "--preset", "smal"], "did you mean small?"),
     ],
 )
-def test_a_mistake_is_one_line(options, message, capsys):
+def test_user_error_is_one_line(options, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["bench", *options])
     assert stopped.value.code == 2
@@ -94,7 +94,7 @@ def test_a_mistake_is_one_line(options, message, capsys):
     assert error.count("\n") == 1
 
 
-def test_a_cell_that_exceeds_the_time_limit_is_reported():
+def test_cell_above_the_time_limit_is_reported():
     result = decode.run(
         tiny_config(), contexts=[8], batches=[1], kinds=["vq"], prefills=[9], time_limit=0.01
     )
@@ -103,7 +103,7 @@ def test_a_cell_that_exceeds_the_time_limit_is_reported():
     assert decode.table(result).count(failed) == 2
 
 
-def test_without_transformers_the_gpt2_baseline_is_rejected_before_measuring(monkeypatch, capsys):
+def test_gpt2_baseline_without_transformers_is_rejected_before_measuring(monkeypatch, capsys):
     monkeypatch.setattr(decode, "in_subprocess", None)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(SystemExit) as stopped:
@@ -114,7 +114,7 @@ def test_without_transformers_the_gpt2_baseline_is_rejected_before_measuring(mon
         measure(tiny_config(), Cell("gpt2", 8, 1), CPU, Path())
 
 
-def test_an_existing_output_file_is_replaced_only_on_request(tmp_path, monkeypatch, capsys):
+def test_existing_output_file_is_replaced_only_with_overwrite(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(decode, "in_subprocess", lambda f, *args, **_: {"failed": "out of memory"})
     out = tmp_path / "decode.json"
     out.write_text("kept")
@@ -140,18 +140,18 @@ def _work(how: str) -> dict[str, int]:
     return {"peak": peak_bytes()}
 
 
-def test_a_process_of_its_own_tells_what_became_of_it():
-    held = torch.ones(2 * 10**7)  # 80 MB that are this process's, not the other's
+def test_in_subprocess_returns_the_result_or_the_failure():
+    held = torch.ones(2 * 10**7)  # 80 MB of this process, which the subprocess does not have
     here = peak_bytes()
     assert here > held.numel() * 4
-    assert 0 < in_subprocess(_work, "well")["peak"] < here
+    assert 0 < in_subprocess(_work, "succeeds")["peak"] < here
     assert in_subprocess(_work, "memory", memory_gb=4) == {"failed": "out of memory"}
     assert in_subprocess(_work, "dies") == {"failed": "exit status 3"}
     with pytest.raises(ValueError, match="a mistake"):
         in_subprocess(_work, "mistake")
 
 
-def test_the_machine_is_named():
-    facts = machine()
-    assert facts["cores"] >= 1
-    assert facts["processor"]
+def test_machine_names_the_cpu():
+    found = machine()
+    assert found["cores"] >= 1
+    assert found["processor"]

@@ -1,4 +1,4 @@
-"""Byte models by counting, against a loop in plain Python."""
+"""N-gram models, compared with a loop in plain Python."""
 
 import math
 from collections import Counter, defaultdict
@@ -12,7 +12,7 @@ from transformer_vq.data.corpus import prepare
 
 
 def by_hand(train, test, order):
-    """Witten-Bell probabilities, one byte at a time."""
+    """Return bits per byte with Witten-Bell smoothing, one byte at a time."""
     followed = defaultdict(Counter)
     padded = b"\0" * order + train
     for n in range(order + 1):
@@ -30,7 +30,7 @@ def by_hand(train, test, order):
     return bits / len(test)
 
 
-def test_orders_0_to_2_by_hand(tmp_path):
+def test_bits_per_byte_equals_a_loop_in_plain_python(tmp_path):
     corpus = prepare(tiny_run(tmp_path).data)
     train, test = (bytes(corpus.split(name).tokens) for name in ("train", "test"))
     got = bits_per_byte(corpus)
@@ -39,7 +39,7 @@ def test_orders_0_to_2_by_hand(tmp_path):
     assert got[0] > got[1] > got[2] > 0
 
 
-def test_only_bytes_are_counted(tmp_path):
+def test_bits_per_byte_rejects_a_corpus_that_is_not_bytes(tmp_path):
     corpus = replace(prepare(tiny_run(tmp_path).data), vocab_size=300)
-    with pytest.raises(ValueError, match="not made of bytes"):
+    with pytest.raises(ValueError, match="not a byte-level corpus"):
         bits_per_byte(corpus)

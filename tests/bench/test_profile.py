@@ -1,4 +1,4 @@
-"""`tvq bench profile`: parts add up to the step and hold what they should; no time is tested."""
+"""`tvq bench profile`: parts add up and have the right operators; times are not tested."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import torch
 from helpers import tiny_run
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from transformer_vq.bench import defaults
 from transformer_vq.bench import profile as bench_profile
 from transformer_vq.bench.plots import plot_path
 from transformer_vq.cli.main import main
@@ -20,13 +21,13 @@ def result(tmp_path_factory):
     return bench_profile.measure(config, steps=2)
 
 
-def test_the_parts_add_up_to_the_step(result):
-    whole = result["profiled_seconds_per_step"]
-    assert sum(result["profile"].values()) == pytest.approx(whole, rel=1e-9)
-    assert sum(op["seconds"] for op in result["operators"]) == pytest.approx(whole, rel=1e-9)
-    # Nothing is counted twice: what operators leave over is Python's own time.
+def test_parts_add_up_to_the_step(result):
+    total = result["profiled_seconds_per_step"]
+    assert sum(result["profile"].values()) == pytest.approx(total, rel=1e-9)
+    assert sum(op["seconds"] for op in result["operators"]) == pytest.approx(total, rel=1e-9)
+    # Nothing is counted twice: the time outside all operators is that of Python.
     (python,) = [op["seconds"] for op in result["operators"] if op["name"] == "Python"]
-    assert 0 < python < whole
+    assert 0 < python < total
     assert all(seconds > 0 for seconds in result["profile"].values())
     assert result["seconds_per_step"] > 0
 
@@ -46,23 +47,23 @@ def test_the_parts_add_up_to_the_step(result):
         ("tvq: data", {"data"}),
     ],
 )
-def test_operators_are_where_they_belong(result, operator, parts):
+def test_operator_is_in_the_right_parts(result, operator, parts):
     assert {op["part"] for op in result["operators"] if op["name"] == operator} == parts
 
 
-def test_the_cache_is_told_from_codebooks_and_embeddings(result):
+def test_cache_is_separate_from_codebooks_and_embeddings(result):
     calls = {(op["name"], op["part"]): op["calls"] for op in result["operators"]}
     names = {name for name, part in calls if part == "cache"}
     assert any(name.startswith("aten::index_add") for name in names)
-    assert ("aten::index_select", "other") in calls  # the embedding's own
+    assert ("aten::index_select", "other") in calls  # of the embedding
 
 
-def test_a_gradient_belongs_where_its_forward_operation_does():
+def test_gradient_has_the_part_of_its_forward_operation():
     x = torch.randn(9, requires_grad=True)
     with profile(activities=[ProfilerActivity.CPU]) as profiler, record_function("tvq: step"):
         with record_function("tvq: codebooks"):
             y = x.sin()
-            x.detach().tan()  # makes no node
+            x.detach().tan()  # creates no autograd node
         y.exp().sum().backward()
     total, operators = bench_profile.summary(profiler.events())
     parts = {op.name.removeprefix("aten::"): op.part for op in operators}
@@ -71,19 +72,19 @@ def test_a_gradient_belongs_where_its_forward_operation_does():
     assert sum(op.seconds for op in operators) == pytest.approx(total, rel=1e-9)
 
 
-def test_the_command_tells_and_draws(tmp_path, monkeypatch, capsys):
+def test_command_prints_tables_and_writes_a_record(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(os.environ, "KINETO_LOG_LEVEL", "99")
     monkeypatch.setattr(
         bench_profile, "in_subprocess", lambda f, *arguments, seconds: f(*arguments)
     )
-    monkeypatch.setattr(bench_profile, "BASE", tiny_run(tmp_path, model={"n_layer": 1}))
+    monkeypatch.setattr(defaults, "PROFILE_BASE", tiny_run(tmp_path, model={"n_layer": 1}))
     out = tmp_path / "profile.json"
     main(["bench", "profile", "--steps", "1", "--out", str(out), "--json"])
     *table, last = capsys.readouterr().out.splitlines()
     result = json.loads(out.read_text())
     assert json.loads(last) == result
     assert "\n".join(table) == bench_profile.table(result)
-    assert "| whole step |" in "\n".join(table)
+    assert "| total |" in "\n".join(table)
     assert str(tmp_path) not in out.read_text()
     assert plot_path(out) == [out.with_suffix(".png")]
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -99,7 +100,7 @@ def test_the_command_tells_and_draws(tmp_path, monkeypatch, capsys):
         (["tiny", "--data.path", "nowhere.txt"], "nowhere.txt"),
     ],
 )
-def test_a_mistake_is_one_line(options, message, capsys, monkeypatch):
+def test_user_error_is_one_line(options, message, capsys, monkeypatch):
     monkeypatch.setattr(
         bench_profile, "in_subprocess", lambda f, *arguments, seconds: f(*arguments)
     )
@@ -111,16 +112,16 @@ def test_a_mistake_is_one_line(options, message, capsys, monkeypatch):
     assert error.count("\n") == 1
 
 
-def test_a_profile_that_fails_is_a_mistake(monkeypatch, tmp_path):
+def test_failed_profile_is_a_user_error(monkeypatch, tmp_path):
     monkeypatch.setitem(os.environ, "KINETO_LOG_LEVEL", "99")
     monkeypatch.setattr(
         bench_profile, "in_subprocess", lambda *_, **__: {"failed": "out of memory"}
     )
-    with pytest.raises(ValueError, match="out of memory"):
+    with pytest.raises(UserError, match="out of memory"):
         bench_profile.run(tiny_run(tmp_path))
 
 
-def test_a_profile_that_exceeds_the_time_limit_names_the_option(tmp_path, monkeypatch):
+def test_profile_above_the_time_limit_names_the_option(tmp_path, monkeypatch):
     monkeypatch.setitem(os.environ, "KINETO_LOG_LEVEL", "99")
     with pytest.raises(UserError, match=r"exceeded the time limit of 0.01 s.*--time-limit"):
         bench_profile.run(tiny_run(tmp_path), time_limit=0.01)

@@ -1,18 +1,18 @@
-"""Matrix-product rates are measured in bounded time on any CPU; the clock is a fake one."""
+"""Matrix-product rates are measured in bounded time on any CPU; the clock is fake."""
 
 import math
 
 import pytest
 import torch
 
-from transformer_vq.bench import rates
+from transformer_vq.bench import cells, rates
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that only matrix products move, at `speeds` FLOPs per second; notes the products."""
+    """A clock that only matrix products advance, at `speeds` FLOPs per second; records them."""
 
     class Clock:
         def __init__(self):
@@ -26,36 +26,37 @@ def clock(monkeypatch):
             self.now += flops / self.speeds[a.dtype]
 
     clock = Clock()
-    monkeypatch.setattr(rates, "perf_counter", lambda: clock.now)
+    for module in (cells, rates):
+        monkeypatch.setattr(module, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(torch, "mm", clock.multiply)
     monkeypatch.setattr(rates, "PROBE", (8, 8, 8))
     monkeypatch.setattr(rates, "SHAPES", ((64, 64, 64), (32, 32, 32), (128, 64, 32)))
     return clock
 
 
-def test_a_fast_precision_is_measured_with_all_shapes(clock):
+def test_fast_precision_is_measured_with_all_shapes(clock):
     assert rates.matmul_rates(CPU, ["fp32"]) == {"fp32": pytest.approx(1e8)}
     flops = {2 * math.prod(shape) for shape in (rates.PROBE, *rates.SHAPES)}
     assert set(clock.products) == {(torch.float32, n) for n in flops}
     assert clock.now <= rates.BUDGET
 
 
-def test_an_emulated_precision_stays_within_its_budget(clock):
+def test_emulated_precision_stays_within_its_budget(clock):
     clock.speeds = {torch.float32: 1e8, torch.bfloat16: 5e4}
     found = rates.matmul_rates(CPU, ["fp32", "bf16"])
     assert found == {"fp32": pytest.approx(1e8), "bf16": pytest.approx(5e4)}
     emulated = [flops for dtype, flops in clock.products if dtype == torch.bfloat16]
     assert sum(emulated) / 5e4 <= rates.BUDGET
-    assert max(emulated) == 2 * 32**3  # larger ones would take more than is left
+    assert max(emulated) == 2 * 32**3  # larger products would exceed the budget
 
 
-def test_a_precision_too_slow_for_any_shape_has_the_rate_of_the_probe(clock):
+def test_precision_too_slow_for_any_shape_has_the_rate_of_the_probe(clock):
     clock.speeds = {torch.bfloat16: 500.0}
     assert rates.matmul_rates(CPU, ["bf16"]) == {"bf16": pytest.approx(500.0)}
     assert {flops for _, flops in clock.products} == {2 * 8**3}
 
 
-def test_a_shape_slower_than_predicted_is_not_repeated(clock, monkeypatch):
+def test_shape_slower_than_predicted_is_not_repeated(clock, monkeypatch):
     fast = torch.mm
 
     def slow_when_large(a, b):
@@ -68,7 +69,7 @@ def test_a_shape_slower_than_predicted_is_not_repeated(clock, monkeypatch):
     assert clock.now < rates.BUDGET + 101.0
 
 
-def test_the_best_rate_counts(clock, monkeypatch):
+def test_best_rate_counts(clock, monkeypatch):
     fast = torch.mm
 
     def slow_when_large(a, b):
@@ -89,6 +90,6 @@ def test_the_best_rate_counts(clock, monkeypatch):
         ([], False, ["fp32"]),
     ],
 )
-def test_bf16_is_measured_only_where_it_is_used_or_fast(used, has_bf16, want, monkeypatch):
+def test_bf16_is_measured_only_if_it_is_used_or_fast(used, has_bf16, want, monkeypatch):
     monkeypatch.setattr(rates, "has_fast_bf16", lambda device: has_bf16)
     assert rates.precisions_to_measure(CPU, used) == want

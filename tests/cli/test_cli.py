@@ -1,6 +1,5 @@
-"""tvq: every command on a tiny run; a mistake is one line and exit status 2."""
+"""Every tvq command on a tiny run; user errors are one line and exit status 2."""
 
-import contextlib
 import json
 import os
 import signal
@@ -11,8 +10,8 @@ import time
 import pytest
 from helpers import tiny_run
 
-from transformer_vq import PRESETS
-from transformer_vq.cli.main import main
+from transformer_vq import PRESETS, __version__
+from transformer_vq.cli.main import COMMANDS, main
 from transformer_vq.files import read_verified_json
 from transformer_vq.training.metrics import read_metrics
 
@@ -24,7 +23,7 @@ TINY = {
 
 
 def options(tmp_path, **changes):
-    """The options that turn a preset into a run of seconds."""
+    """Return the options that turn a preset into a run of a few seconds."""
     config = tiny_run(tmp_path, **changes)
     found = []
     for part, names in TINY.items():
@@ -39,8 +38,8 @@ def train(tmp_path, out="run", *more):
     return tmp_path / out
 
 
-def mistake(capsys, *arguments):
-    """The one line on stderr of a command that ends with exit status 2."""
+def user_error(capsys, *arguments):
+    """Run a command that must exit with status 2; return its only line on stderr."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         main([str(argument) for argument in arguments])
@@ -56,17 +55,17 @@ def last_json(capsys):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_train_eval_plot_resume_info(tmp_path, capsys):
+def test_train_eval_plot_resume_and_info_work_on_one_run(tmp_path, capsys):
     run = train(tmp_path, "run", "--json")
     assert last_json(capsys)["finished"] is True
     main(["eval", str(run), "--split", "test", "--json"])
-    facts = last_json(capsys)
-    assert set(facts["protocols"]) == {"windowed", "streaming"}
-    for result in facts["protocols"].values():
+    record = last_json(capsys)
+    assert set(record["protocols"]) == {"windowed", "streaming"}
+    for result in record["protocols"].values():
         assert result["bits_per_byte"] > 0
         assert result["tokens"] == result["bytes"] > result["words"] > 0
         assert sum(row["tokens"] for row in result["by_position"]) == result["tokens"]
-    assert read_verified_json(run / "evaluation-test.json") == facts
+    assert read_verified_json(run / "evaluation-test.json") == record
     main(["plot", str(run)])
     written = capsys.readouterr().out.split()
     assert written == [str(run / "curves.png"), str(run / "evaluation-test.png")]
@@ -79,7 +78,7 @@ def test_train_eval_plot_resume_info(tmp_path, capsys):
     assert last_json(capsys)["parameters"] > 0
 
 
-def test_full_attention_is_evaluated_in_windows_unless_told_otherwise(tmp_path, capsys):
+def test_eval_of_full_attention_defaults_to_the_windowed_protocol(tmp_path, capsys):
     run = train(tmp_path, "run", "--model.attention", "full")
     capsys.readouterr()
     main(["eval", str(run), "--json"])
@@ -88,128 +87,183 @@ def test_full_attention_is_evaluated_in_windows_unless_told_otherwise(tmp_path, 
     assert list(last_json(capsys)["protocols"]) == ["windowed", "streaming"]
 
 
-def test_prepare_tells_what_it_made(tmp_path, capsys):
+def test_prepare_prints_the_sizes_of_the_splits(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("four words are here " * 100)
     arguments = ["prepare", "text", "--path", str(tmp_path / "a.txt"), "--cache", str(tmp_path)]
     main([*arguments, "--json"])
-    facts = last_json(capsys)
-    assert facts["splits"]["train"]["tokens"] == 1800
-    assert facts["splits"]["train"]["words"] == 360
+    record = last_json(capsys)
+    assert record["splits"]["train"]["tokens"] == 1800
+    assert record["splits"]["train"]["words"] == 360
     main(arguments)
     assert "1,800 tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_info_of_every_preset(name, capsys):
+def test_info_accepts_every_preset(name, capsys):
     main(["info", name])
     out = capsys.readouterr().out
     assert out.startswith(f"{name}: shga, vq attention")
     assert "FLOPs per token" in out
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["train", "--help"], ["eval", "--help"]])
-def test_help_needs_nothing(arguments, capsys):
-    with contextlib.suppress(SystemExit):
-        main(arguments)
-    out = capsys.readouterr().out
-    assert out.startswith("usage: tvq")
+def help_of(capsys, *arguments):
+    """Return what a command prints that must exit with status 0."""
+    capsys.readouterr()
+    status = 0
+    try:
+        main(list(arguments))
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
 
 
-@pytest.mark.parametrize("command", [["train", "tiny"], ["info", "tiny"], ["prepare"], ["plot"]])
-def test_help_of_a_command_lists_its_options(command, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--help"])
-    assert stop.value.code == 0
-    out = capsys.readouterr().out
-    if command[-1] == "tiny":
-        assert "--model.n-code" in out
-        assert "Codewords per codebook." in out
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_help_lists_all_commands(arguments, capsys):
+    out = help_of(capsys, *arguments)
+    assert out.startswith("usage: tvq COMMAND")
+    for name, (_, summary) in COMMANDS.items():
+        assert f"{name:<9} {summary}" in out
 
 
-def test_a_command_or_preset_that_does_not_exist(capsys):
-    assert "did you mean train?" in mistake(capsys, "trian")
-    assert "did you mean tiny?" in mistake(capsys, "train", "tinny")
-    assert "enwik8-190m" in mistake(capsys, "info", "gpt")
-    assert "needs a PRESET" in mistake(capsys, "train")
-    assert "needs a RUN" in mistake(capsys, "resume", "--json")
+def test_version_is_that_of_the_package(capsys):
+    assert help_of(capsys, "--version") == f"tvq {__version__}\n"
 
 
-def test_options_that_make_no_sense(tmp_path, capsys):
-    assert "--model.codes" in mistake(capsys, "train", "tiny", "--model.codes", "3")
-    assert "--model.n-code" in mistake(capsys, "train", "tiny", "--model.n-code", "many")
-    assert "--model.n-code 0: must be" in mistake(capsys, "train", "tiny", "--model.n-code", "0")
-    assert "not a multiple" in mistake(capsys, "train", "tiny", "--train.backprop-len", "100")
+@pytest.mark.parametrize(
+    ("arguments", "option", "text"),
+    [
+        ("train tiny", "--model.n-code", "Codewords per codebook."),
+        ("train", "--model.n-code", "shown for the preset tiny"),
+        ("resume", "--train.save-every", "shown for the preset tiny"),
+        ("info tiny", "--model.n-code", "Codewords per codebook."),
+        ("info", "--parallel.fsdp", "shown for the preset tiny"),
+        ("eval", "--data.path", "--max-tokens"),
+        ("sample", "--save-state", "Number of tokens to generate."),
+        ("export", "--checkpoint", "FOLDER"),
+        ("prepare", "--vocab-size", "enwik8 is downloaded"),
+        ("plot", "--overwrite", "PATH"),
+    ],
+)
+def test_help_of_a_command_lists_its_options(arguments, option, text, capsys):
+    out = help_of(capsys, *arguments.split(), "--help")
+    assert out.startswith(f"usage: tvq {arguments}")
+    assert option in out
+    assert text in out
+
+
+def test_help_and_usage_errors_do_not_import_torch():
+    program = """
+import contextlib, io, sys
+import transformer_vq.cli.main as cli
+
+assert not {"torch", "numpy", "tyro"} & sys.modules.keys()
+lines = [[name, "--help"] for name in cli.COMMANDS]
+errors = [["trian"], ["train"], ["train", "tinny"], ["train", "tiny", "--x"]]
+errors += [["sample", "run", "--tokens", "many"], ["sample", "run", "--tokens", "-1"]]
+for line in [["--help"], ["--version"], *lines, *errors]:
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            cli.main(line)
+        except SystemExit as stop:
+            status = stop.code or 0
+    assert status == (2 if line in errors else 0), (line, status, err.getvalue())
+    assert err.getvalue().startswith("tvq: ") == (line in errors), (line, err.getvalue())
+    assert (out.getvalue() == "") == (line in errors), (line, out.getvalue())
+    assert "torch" not in sys.modules, line
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_unknown_commands_and_presets_are_rejected_with_a_suggestion(capsys):
+    assert "did you mean train?" in user_error(capsys, "trian")
+    assert "did you mean tiny?" in user_error(capsys, "train", "tinny")
+    assert "enwik8-190m" in user_error(capsys, "info", "gpt")
+    assert "needs a PRESET" in user_error(capsys, "train")
+    assert "needs a RUN" in user_error(capsys, "resume", "--json")
+
+
+def test_invalid_options_are_rejected_before_training(tmp_path, capsys):
+    assert "--model.codes" in user_error(capsys, "train", "tiny", "--model.codes", "3")
+    assert "--model.n-code" in user_error(capsys, "train", "tiny", "--model.n-code", "many")
+    assert "--model.n-code 0: must be" in user_error(capsys, "train", "tiny", "--model.n-code", "0")
+    assert "not a multiple" in user_error(capsys, "train", "tiny", "--train.backprop-len", "100")
     out = ["--out", tmp_path / "run"]
-    line = mistake(capsys, "train", "tiny", *options(tmp_path), "--train.device", "tpu", *out)
+    line = user_error(capsys, "train", "tiny", *options(tmp_path), "--train.device", "tpu", *out)
     assert "'tpu'" in line
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [(None, "does not exist"), (b"", "is empty"), (b"too short", "fewer than one sequence")],
 )
-def test_text_that_cannot_be_trained_on(tmp_path, capsys, content, says):
+def test_train_rejects_unusable_text(tmp_path, capsys, content, message):
     common = options(tmp_path)
     path = tmp_path / "input.txt"
     if content is not None:
         path.write_bytes(content * 4)
     out = tmp_path / "run"
-    line = mistake(capsys, "train", "tiny", *common, "--data.path", path, "--out", out)
-    assert says in line
+    line = user_error(capsys, "train", "tiny", *common, "--data.path", path, "--out", out)
+    assert message in line
     assert not out.exists()
 
 
-def test_a_zip_cut_short(tmp_path, capsys):
+def test_train_rejects_a_truncated_zip(tmp_path, capsys):
     common = options(tmp_path)
     path = tmp_path / "enwik8.zip"
     path.write_bytes(b"PK\x03\x04 and then nothing")
-    line = mistake(
+    line = user_error(
         capsys, "train", "tiny", *common, "--data.dataset", "enwik8", "--data.path", path
     )
     assert str(path) in line
 
 
-def test_a_missing_folder_and_a_wrong_vocabulary(tmp_path, capsys):
+def test_train_rejects_a_missing_folder_or_a_wrong_vocabulary_size(tmp_path, capsys):
     common = options(tmp_path)
     books = tmp_path / "no-books"
-    line = mistake(
+    line = user_error(
         capsys, "train", "pg19-1.3b", *common, "--data.path", books, "--out", tmp_path / "run"
     )
     assert "no-books" in line
-    line = mistake(
+    line = user_error(
         capsys, "train", "tiny", *common, "--model.vocab-size", "300", "--out", tmp_path / "run"
     )
     assert "set --model.vocab-size to 256" in line
-    assert "imagenet64 is not downloaded" in mistake(capsys, "prepare", "imagenet64")
+    assert "imagenet64 is not downloaded" in user_error(capsys, "prepare", "imagenet64")
     cache = tmp_path / "empty-cache"
-    line = mistake(capsys, "train", "enwik8-190m", "--data.cache", cache, "--out", tmp_path / "run")
+    line = user_error(
+        capsys, "train", "enwik8-190m", "--data.cache", cache, "--out", tmp_path / "run"
+    )
     assert "tvq prepare enwik8" in line
     assert not (tmp_path / "run").exists()
 
 
-def test_runs_that_are_not_there_or_not_the_same(tmp_path, capsys):
+def test_missing_runs_and_changed_settings_are_rejected(tmp_path, capsys):
     for command in ("resume", "eval"):
-        assert "is not a run folder" in mistake(capsys, command, tmp_path / "nothing")
-    assert "does not exist" in mistake(capsys, "plot", tmp_path / "nothing")
+        assert "is not a run folder" in user_error(capsys, command, tmp_path / "nothing")
+    assert "does not exist" in user_error(capsys, "plot", tmp_path / "nothing")
     run = train(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    line = mistake(capsys, "resume", run, "--model.n-code", "9", "--optim.lr", "1")
+    line = user_error(capsys, "resume", run, "--model.n-code", "9", "--optim.lr", "1")
     assert "--model.n-code (7 -> 9)" in line
     assert "optim.lr" in line
-    line = mistake(capsys, "train", "tiny", *options(tmp_path), "--out", run)
+    line = user_error(capsys, "train", "tiny", *options(tmp_path), "--out", run)
     assert "tvq resume" in line
-    assert "no checkpoint" in mistake(capsys, "eval", run, "--checkpoint", "77")
+    assert "no checkpoint" in user_error(capsys, "eval", run, "--checkpoint", "77")
     for option in ("batch-size", "seq-len", "max-tokens"):
         for size in ("0", "-1"):
-            line = mistake(capsys, "eval", run, f"--{option}", size)
+            line = user_error(capsys, "eval", run, f"--{option}", size)
             assert f"--{option} {size}: must be at least 1" in line
     after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"}
     assert after.items() <= before.items()
 
 
-def test_a_signal_ends_the_command_with_the_line_that_resumes(tmp_path):
-    """In a process as users start it; other signals and moments are in training/test_signals.py."""
+def test_signal_stops_training_and_prints_the_resume_command(tmp_path):
+    """Use a subprocess, as users do; other signals are tested in training/test_signals.py."""
     run, number = tmp_path / "run", signal.SIGINT
     command = [sys.executable, "-m", "transformer_vq", "train", "tiny", *options(tmp_path)]
     command += ["--train.steps", "100000", "--out", str(run)]
@@ -226,7 +280,7 @@ def test_a_signal_ends_the_command_with_the_line_that_resumes(tmp_path):
     assert (run / "checkpoints" / f"step-{steps[-1]:08d}").is_dir()
 
 
-def test_python_m_is_the_command():
+def test_python_m_runs_the_command():
     environment = os.environ | {"COLUMNS": "80"}
     done = subprocess.run(
         [sys.executable, "-m", "transformer_vq", "nonsense"],
@@ -236,4 +290,4 @@ def test_python_m_is_the_command():
         env=environment,
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("tvq: there is no command 'nonsense'")
+    assert done.stderr.startswith("tvq: unknown command 'nonsense'")

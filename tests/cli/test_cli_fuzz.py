@@ -1,4 +1,4 @@
-"""Random command lines never give a traceback, hang, or write to a place not named in them."""
+"""Random command lines never raise a traceback, hang, or write to files that they do not name."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from forked import Ended
 from transformer_vq.cli.bench import BENCHES
 from transformer_vq.cli.main import COMMANDS
 
-PATIENCE = 5.0  # seconds that honest work takes at most; then Ctrl-C must end it
+PATIENCE = 5.0  # seconds until a command is interrupted, which must end it
 N_QUICK = 60
 N_SLOW, BATCH = 600, 50
 
-# What commands may replace in the run that they are given: their own earlier results.
+# Files of the given run that a command may replace: its own earlier results.
 OWN_RESULTS = {
     "eval": ("evaluation-*.json",),
     "sample": ("samples.png",),
@@ -34,13 +34,13 @@ def sandbox(tmp_path_factory):
 
 
 def problem(line: list[str], ended: Ended, sandbox: Sandbox) -> str | None:
-    """What is wrong with the way in which a command ended, if anything."""
+    """Return what is wrong with how a command ended, or None."""
     if ended.timed_out:
         return "hangs"
     if ended.has_traceback or "this is a bug" in ended.err:
         return "traceback"
     if ended.status == WROTE_OUTSIDE:
-        return "writes outside the places named"
+        return "writes outside the sandbox"
     if ended.status not in (0, 1, 2, 128 + signal.SIGINT):
         return f"exit status {ended.status}"
     stopped = ended.status == 128 + signal.SIGINT and "stopped" in ended.out
@@ -49,19 +49,19 @@ def problem(line: list[str], ended: Ended, sandbox: Sandbox) -> str | None:
         if [x.startswith("tvq: ") for x in lines].count(True) != 1:
             return "not exactly one line that starts with tvq:"
         if not lines[-1].startswith("tvq: ") or not lines[-1].removeprefix("tvq: ").strip():
-            return "the last line does not tell the mistake"
+            return "the last line is not the error"
     if ended.status == 0 and not ended.out:
         return "success without a result"
     return _wrong_change(line, sandbox)
 
 
 def _wrong_change(line: list[str], sandbox: Sandbox) -> str | None:
-    """A file that was written although the command line does not name it, or overwritten."""
+    """Return a file that was overwritten, or written without being named, or None."""
     before, after = sandbox.before, snapshot(sandbox.root)
     command = line[0] if line else ""
     named = [_path(word, sandbox) for word in line[1:]]
     cache = sandbox.home / ".cache" / "transformer_vq"
-    places = [*named, cache, sandbox.work / "runs"]
+    places = [*named, cache, sandbox.work / "runs", sandbox.work / "demo"]
     if command == "plot":
         places += [path.with_suffix(".png") for path in named if path.suffix]
     for path in before.keys() | after.keys():
@@ -105,7 +105,7 @@ def check(sandbox: Sandbox, numbers: range) -> None:
     assert not wrong, "\n\n".join(wrong)
 
 
-def test_every_command_has_random_command_lines():
+def test_random_command_lines_cover_every_command():
     benches = {f"bench {name}" for name in BENCHES}
     assert set(OPTIONS) == COMMANDS.keys() - {"bench"} | benches
     assert set(BASES) == set(OPTIONS)
@@ -113,11 +113,11 @@ def test_every_command_has_random_command_lines():
     assert all(any(line.startswith(command) for line in lines) for command in OPTIONS)
 
 
-def test_random_command_lines_end_in_a_result_or_one_line(sandbox):
+def test_random_command_lines_end_with_a_result_or_one_line(sandbox):
     check(sandbox, range(N_QUICK))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(N_QUICK, N_QUICK + N_SLOW, BATCH))
-def test_many_random_command_lines_end_in_a_result_or_one_line(sandbox, first):
+def test_many_random_command_lines_end_with_a_result_or_one_line(sandbox, first):
     check(sandbox, range(first, first + BATCH))

@@ -22,7 +22,7 @@ from transformer_vq.config import (
 from transformer_vq.errors import UserError
 
 
-def refusal(make, *arguments, **options):
+def rejection(make, *arguments, **options):
     """The one line with which something is rejected."""
     with pytest.raises(UserError) as raised:
         make(*arguments, **options)
@@ -34,15 +34,15 @@ def refusal(make, *arguments, **options):
 def test_from_dict_names_an_unknown_option(part):
     values = PRESETS["tiny"].to_dict()
     values[part]["colour"] = 3
-    message = refusal(RunConfig.from_dict, values)
+    message = rejection(RunConfig.from_dict, values)
     assert "'colour'" in message
     assert f"{part} config" in message
 
 
 def test_from_dict_suggests_the_nearest_option():
     values = PRESETS["tiny"].to_dict()
-    assert "did you mean model?" in refusal(RunConfig.from_dict, values | {"modle": {}})
-    assert "did you mean n_code?" in refusal(ModelConfig.from_dict, {"n_codes": 3})
+    assert "did you mean model?" in rejection(RunConfig.from_dict, values | {"modle": {}})
+    assert "did you mean n_code?" in rejection(ModelConfig.from_dict, {"n_codes": 3})
 
 
 @pytest.mark.parametrize(
@@ -54,16 +54,16 @@ def test_from_dict_suggests_the_nearest_option():
     ],
 )
 def test_from_dict_names_what_is_missing(values, missing):
-    assert refusal(RunConfig.from_dict, values).startswith(missing)
+    assert rejection(RunConfig.from_dict, values).startswith(missing)
 
 
 @pytest.mark.parametrize("values", [[1, 2], 5, None, "x", True, math.nan, [[[]]]])
 def test_from_dict_rejects_what_is_not_an_object(values):
-    refusal(RunConfig.from_dict, values)
-    refusal(ModelConfig.from_dict, values)
+    rejection(RunConfig.from_dict, values)
+    rejection(ModelConfig.from_dict, values)
     for part in PRESETS["tiny"].to_dict():
         changed = PRESETS["tiny"].to_dict() | {part: values}
-        assert f"{part} config" in refusal(RunConfig.from_dict, changed)
+        assert f"{part} config" in rejection(RunConfig.from_dict, changed)
 
 
 def test_from_dict_rejects_deep_nesting_and_huge_numbers():
@@ -73,15 +73,15 @@ def test_from_dict_rejects_deep_nesting_and_huge_numbers():
     for wrong in (deep, 10**10_000, "x" * 10_000_000, {"a": deep}):
         values = PRESETS["tiny"].to_dict()
         values["train"]["steps"] = wrong
-        assert len(refusal(RunConfig.from_dict, values)) < 300
+        assert len(rejection(RunConfig.from_dict, values)) < 300
         values["train"] = wrong
-        assert len(refusal(RunConfig.from_dict, values)) < 300
-        assert len(refusal(RunConfig.from_dict, wrong)) < 300
+        assert len(rejection(RunConfig.from_dict, values)) < 300
+        assert len(rejection(RunConfig.from_dict, wrong)) < 300
     while deep:  # freed one by one: the interpreter would recurse
         deep = deep.pop()
 
 
-def test_the_config_of_a_model_survives_json():
+def test_a_model_config_round_trips_through_json():
     for preset in PRESETS.values():
         values = json.loads(json.dumps(preset.to_dict()["model"]))
         assert ModelConfig.from_dict(values) == preset.model
@@ -90,8 +90,8 @@ def test_the_config_of_a_model_survives_json():
 def test_from_dict_checks_values():
     values = PRESETS["tiny"].to_dict()
     values["train"]["steps"] = 0
-    want = "train.steps=0: must be a whole number of at least 1"
-    assert refusal(RunConfig.from_dict, values) == want
+    want = "train.steps=0: must be an integer of at least 1"
+    assert rejection(RunConfig.from_dict, values) == want
 
 
 WRONG = [None, [], {}, "", "x", "3", -1, 0, 1, 2.0, 1e308, -1e308, math.nan, math.inf, -math.inf]
@@ -127,7 +127,7 @@ def plain(values):
 
 @settings(max_examples=400)
 @given(st.sampled_from(sorted(PRESETS)), st.lists(st.tuples(places, json_values), max_size=3))
-def test_from_dict_takes_every_value_over_or_rejects_it_in_one_line(preset, changes):
+def test_from_dict_keeps_every_value_or_rejects_it_in_one_line(preset, changes):
     values = plain(PRESETS[preset].to_dict())
     for place, value in changes:
         if place == ():
@@ -147,7 +147,7 @@ def test_from_dict_takes_every_value_over_or_rejects_it_in_one_line(preset, chan
 
 
 @pytest.mark.parametrize("part", PRESETS["tiny"].to_dict())
-def test_configs_built_in_python_take_values_over_or_reject_them_in_one_line(part):
+def test_configs_keep_values_or_reject_them_in_one_line(part):
     config = getattr(PRESETS["tiny"], part)
     for field in fields(config):
         for value in WRONG:
@@ -165,10 +165,10 @@ def test_every_field_has_a_type_that_is_checked(kind):
     part = {kind: name for name, kind in RunConfig.__annotations__.items()}[kind.__name__]
     for field in fields(kind):
         for value in (b"bytes", 1j, [0.5, 0.5], math.nan, object()):
-            message = refusal(kind, **(needed | {field.name: value}))
+            message = rejection(kind, **(needed | {field.name: value}))
             assert message.startswith(f"{part}.{field.name}=")
 
 
 def test_a_run_is_made_of_configs():
-    refusal(RunConfig, None)
-    refusal(RunConfig, tiny_config(), train=DataConfig())
+    rejection(RunConfig, None)
+    rejection(RunConfig, tiny_config(), train=DataConfig())

@@ -20,7 +20,7 @@ from transformer_vq.config import (
 )
 from transformer_vq.errors import UserError
 
-WHOLE_NUMBERS = (
+INTEGERS = (
     *("steps", "batch_size", "seq_len", "backprop_len"),
     *("log_every", "eval_every", "eval_tokens", "save_every", "keep"),
 )
@@ -30,8 +30,8 @@ def through_json(config):
     return RunConfig.from_dict(json.loads(json.dumps(config.to_dict())))
 
 
-def refusal(make, *arguments, **options):
-    """The one line with which something is refused."""
+def rejection(make, *arguments, **options):
+    """The one line with which something is rejected."""
     with pytest.raises(UserError) as raised:
         make(*arguments, **options)
     assert "\n" not in str(raised.value)
@@ -39,7 +39,7 @@ def refusal(make, *arguments, **options):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_survives_json(name):
+def test_every_preset_round_trips_through_json(name):
     config = PRESETS[name]
     again = through_json(config)
     assert again == config
@@ -47,7 +47,7 @@ def test_every_preset_survives_json(name):
     assert isinstance(again.optim.betas, tuple)
 
 
-def test_values_that_no_preset_has_survive_json():
+def test_unusual_values_round_trip_through_json():
     config = RunConfig(
         tiny_config(head_type="mqa", attention="full", revive_below=0.5),
         DataConfig("pg19", path="/books", tokenizer="/x.model", cache="/c"),
@@ -57,12 +57,12 @@ def test_values_that_no_preset_has_survive_json():
     assert through_json(config) == config
 
 
-def test_only_the_model_must_be_there():
+def test_only_the_model_section_is_required():
     model = {"vocab_size": 17, "d_model": 16, "n_layer": 2}
     assert RunConfig.from_dict({"model": model}) == RunConfig(ModelConfig(**model))
 
 
-def test_what_is_given_to_from_dict_stays_as_it_is():
+def test_from_dict_does_not_modify_its_argument():
     values = json.loads(json.dumps(PRESETS["tiny"].to_dict()))
     before = json.dumps(values)
     RunConfig.from_dict(values)
@@ -86,12 +86,12 @@ def test_differences_name_fields_with_both_values():
     assert other.differences(one)["train.steps"] == (7, one.train.steps)
 
 
-@pytest.mark.parametrize("name", WHOLE_NUMBERS)
+@pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("value", [0, -1, 1.5, 4.0, True, "3", None])
-def test_numbers_of_a_run_are_whole_and_at_least_one(name, value):
-    message = refusal(TrainConfig, **{name: value})
+def test_counts_of_a_run_are_positive_integers(name, value):
+    message = rejection(TrainConfig, **{name: value})
     option = f"train.{name}"
-    assert message == f"{option}={value!r}: must be a whole number of at least 1"
+    assert message == f"{option}={value!r}: must be an integer of at least 1"
 
 
 @pytest.mark.parametrize(
@@ -110,29 +110,29 @@ def test_numbers_have_an_upper_limit(kind, limits):
     for name, limit in limits.items():
         assert getattr(kind(**{name: limit}), name) == limit
         above = limit + 1 if isinstance(limit, int) else math.nextafter(limit, math.inf)
-        assert "of at most" in refusal(kind, **{name: above})
+        assert "of at most" in rejection(kind, **{name: above})
 
 
-def test_windows_must_fill_a_sequence():
+def test_backprop_len_must_divide_seq_len():
     TrainConfig(seq_len=96, backprop_len=32)
-    message = refusal(TrainConfig, seq_len=100, backprop_len=32)
+    message = rejection(TrainConfig, seq_len=100, backprop_len=32)
     assert message.startswith("train.seq_len=100 is not a multiple of train.backprop_len=32;")
 
 
 @pytest.mark.parametrize("parts", [5, 24])
-def test_parts_of_a_batch_must_be_equal(parts):
+def test_accumulate_must_divide_the_batch_size(parts):
     TrainConfig(batch_size=12, accumulate=4)
-    message = refusal(TrainConfig, batch_size=12, accumulate=parts)
+    message = rejection(TrainConfig, batch_size=12, accumulate=parts)
     assert message.startswith(f"train.batch_size=12 is not a multiple of train.accumulate={parts};")
 
 
 @pytest.mark.parametrize("parts", [-1, 0.5, "3", None])
-def test_the_number_of_parts_is_a_whole_number(parts):
-    message = refusal(TrainConfig, batch_size=12, accumulate=parts)
-    assert message == f"train.accumulate={parts!r}: must be a whole number of at least 0"
+def test_accumulate_is_an_integer(parts):
+    message = rejection(TrainConfig, batch_size=12, accumulate=parts)
+    assert message == f"train.accumulate={parts!r}: must be an integer of at least 0"
 
 
-def test_the_number_of_parts_may_be_left_open():
+def test_accumulate_may_be_chosen_automatically():
     assert TrainConfig(batch_size=12, accumulate=0).accumulate == 0
 
 
@@ -140,7 +140,7 @@ def test_the_number_of_parts_may_be_left_open():
 def test_seeds_have_63_bits(seed):
     TrainConfig(seed=0)
     TrainConfig(seed=2**63 - 1)
-    assert refusal(TrainConfig, seed=seed).startswith(f"train.seed={seed}: must be ")
+    assert rejection(TrainConfig, seed=seed).startswith(f"train.seed={seed}: must be ")
 
 
 @pytest.mark.parametrize(
@@ -152,9 +152,9 @@ def test_seeds_have_63_bits(seed):
         (OptimConfig, "optim.optimizer", "sgd"),
     ],
 )
-def test_words_must_be_among_the_choices(kind, option, value):
+def test_literals_must_be_among_the_choices(kind, option, value):
     name = option.split(".")[1]
-    message = refusal(kind, **{name: value})
+    message = rejection(kind, **{name: value})
     assert message.startswith(f"{option}={value!r}: choose one of ")
     assert getattr(kind(), name) in message
 
@@ -179,24 +179,24 @@ def test_words_must_be_among_the_choices(kind, option, value):
     ],
 )
 def test_numbers_of_the_optimizer_are_checked(name, value):
-    message = refusal(OptimConfig, **{name: value})
+    message = rejection(OptimConfig, **{name: value})
     assert message.startswith(f"optim.{name}={value!r}: ")
 
 
 def test_options_of_the_other_optimizer_are_rejected():
     OptimConfig("adamw", betas=(0.5, 0.5), eps=1e-3)
     OptimConfig("adafactor", update_clip=2.0)
-    assert "optim.update_clip" in refusal(OptimConfig, "adamw", update_clip=2.0)
-    assert "optim.betas" in refusal(OptimConfig, "adafactor", betas=(0.5, 0.5))
-    assert "optim.eps" in refusal(OptimConfig, "adafactor", eps=1e-3)
+    assert "optim.update_clip" in rejection(OptimConfig, "adamw", update_clip=2.0)
+    assert "optim.betas" in rejection(OptimConfig, "adafactor", betas=(0.5, 0.5))
+    assert "optim.eps" in rejection(OptimConfig, "adafactor", eps=1e-3)
 
 
 @pytest.mark.parametrize(
     ("changes", "begin"),
     [
-        ({"vocab_size": 0}, "model.vocab_size=0: must be a whole number of at least 1"),
-        ({"n_layer": 1.0}, "model.n_layer=1.0: must be a whole number of at least 1"),
-        ({"n_code": True}, "model.n_code=True: must be a whole number of at least 1"),
+        ({"vocab_size": 0}, "model.vocab_size=0: must be an integer of at least 1"),
+        ({"n_layer": 1.0}, "model.n_layer=1.0: must be an integer of at least 1"),
+        ({"n_code": True}, "model.n_code=True: must be an integer of at least 1"),
         ({"p_dropres": 1.0}, "model.p_dropres=1.0: must be a number of at least 0 and below 1"),
         ({"ema_decay": -0.1}, "model.ema_decay=-0.1: must be a number of at least 0 and below"),
         ({"d_model": 15}, "model.d_model=15: must be even"),
@@ -214,11 +214,11 @@ def test_options_of_the_other_optimizer_are_rejected():
         ({"final_norm": 1}, "model.final_norm=1: must be true or false"),
     ],
 )
-def test_what_a_model_is_made_of_is_checked(changes, begin):
-    assert refusal(tiny_config, **changes).startswith(begin)
+def test_model_fields_are_checked(changes, begin):
+    assert rejection(tiny_config, **changes).startswith(begin)
 
 
-def test_numbers_may_be_negative_or_whole_where_that_works():
+def test_numbers_may_be_negative_or_integers_where_allowed():
     assert tiny_config(logit_scale=-2.5).logit_scale == -2.5
     assert OptimConfig(lr=1, grad_clip=None) == OptimConfig(lr=1.0, grad_clip=None)
 
@@ -226,8 +226,8 @@ def test_numbers_may_be_negative_or_whole_where_that_works():
 @pytest.mark.parametrize("name", ["path", "cache", "tokenizer"])
 @pytest.mark.parametrize("path", ["", "a\0b", "\ud800", 5, ["a"]])
 def test_paths_that_cannot_exist_are_rejected(name, path):
-    assert refusal(DataConfig, "pg19", **{name: path}).startswith(f"data.{name}=")
-    assert refusal(TrainConfig, init_from=path).startswith("train.init_from=")
+    assert rejection(DataConfig, "pg19", **{name: path}).startswith(f"data.{name}=")
+    assert rejection(TrainConfig, init_from=path).startswith("train.init_from=")
 
 
 def test_paths_may_have_names_that_are_not_utf_8():
@@ -237,7 +237,7 @@ def test_paths_may_have_names_that_are_not_utf_8():
 @pytest.mark.parametrize("dataset", [name for name in get_args(Dataset) if name != "pg19"])
 def test_a_tokenizer_is_rejected_where_it_would_be_ignored(dataset):
     DataConfig("pg19", tokenizer="my.model")
-    message = refusal(DataConfig, dataset, tokenizer="my.model")
+    message = rejection(DataConfig, dataset, tokenizer="my.model")
     assert message.startswith("data.tokenizer='my.model': ")
     assert "data.dataset=pg19" in message
 

@@ -1,4 +1,4 @@
-"""Windows for truncated BPTT: every token a target once per epoch, in an order without a memory."""
+"""Batches for truncated BPTT: each token is a target once per epoch; batches depend on the step."""
 
 import math
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_vq.data.batches import Batch, TrainingBatches, cuts_documents, read_rows
+from transformer_vq.data.batches import Batch, TrainingBatches, packs_documents, read_rows
 from transformer_vq.data.corpus import Split, SplitSize
 from transformer_vq.data.sources.base import DataError
 
@@ -17,31 +17,31 @@ FIELDS = ("tokens", "targets", "positions", "valid", "document_ids")
 
 
 def make_split(n, starts=(0,)):
-    """Tokens that tell their place: 1,000,000, 1,000,001, ..."""
+    """Return tokens that encode their index in the split: 1,000,000, 1,000,001, ..."""
     tokens = np.arange(n, dtype=np.uint32) + 1_000_000
     return Split(tokens, np.array(starts), BOS, SplitSize(n, len(starts), n, None))
 
 
-def places(batch):
-    """Where in the split the targets stand; -1 for padding."""
+def indices(batch):
+    """Return the index of each target in the split; -1 for padding."""
     found = batch.targets - 1_000_000
     return found if batch.valid is None else found.masked_fill(~batch.valid, -1)
 
 
 def targets_with(batch, name):
-    """Places of all targets, each with its number in another field."""
-    numbers = zip(places(batch).flatten(), getattr(batch, name).flatten(), strict=True)
-    return [(int(place), int(number)) for place, number in numbers if place >= 0]
+    """Return (index, value of a field) for all targets without padding."""
+    values = zip(indices(batch).flatten(), getattr(batch, name).flatten(), strict=True)
+    return [(int(index), int(value)) for index, value in values if index >= 0]
 
 
 def rows_of(batches, n_rows):
-    """Whole sequences in the order in which a run meets them: places of their targets."""
-    rows, update = [], 0
+    """Return the target indices of complete sequences, in the order of training."""
+    rows, step = [], 0
     while len(rows) < n_rows:
-        assert batches.begins(update)
-        windows = [places(batches[update + i]) for i in range(batches.n_windows)]
+        assert batches.starts_sequences(step)
+        windows = [indices(batches[step + i]) for i in range(batches.n_windows)]
         rows += torch.cat(windows, dim=1).tolist()
-        update += batches.n_windows
+        step += batches.n_windows
     return rows[:n_rows]
 
 
@@ -54,7 +54,7 @@ def assert_same(one, other):
 
 @st.composite
 def any_batches(draw):
-    """Batches over a split of any length with documents anywhere."""
+    """Draw batches over a split of any length with documents anywhere."""
     backprop_len = draw(st.integers(1, 5))
     seq_len = backprop_len * draw(st.integers(1, 4))
     n = draw(st.integers(seq_len, 70))
@@ -64,38 +64,38 @@ def any_batches(draw):
     return TrainingBatches(make_split(n, starts), batch_size, seq_len, backprop_len, seed)
 
 
-def updates_of(batches, n_epochs=2):
+def steps_of(batches, n_epochs=2):
     n_batches = math.ceil(n_epochs * batches.n_sequences / batches.batch_size)
     return range(n_batches * batches.n_windows)
 
 
 @given(any_batches())
-def test_every_token_is_a_target_exactly_once_per_epoch(batches):
+def test_each_token_is_a_target_exactly_once_per_epoch(batches):
     n, n_epochs = len(batches.split), 3
     rows = rows_of(batches, n_epochs * batches.n_sequences)
     for epoch in range(n_epochs):
         of_epoch = rows[epoch * batches.n_sequences : (epoch + 1) * batches.n_sequences]
-        assert sorted(place for row in of_epoch for place in row if place >= 0) == list(range(n))
+        assert sorted(index for row in of_epoch for index in row if index >= 0) == list(range(n))
 
 
-def test_a_batch_larger_than_the_split_holds_several_epochs():
+def test_a_batch_larger_than_the_split_contains_several_epochs():
     batches = TrainingBatches(make_split(10), batch_size=9, seq_len=4, backprop_len=2)
     assert batches.n_sequences == 3
-    targets = torch.cat([places(batches[0]), places(batches[1])], dim=1)
+    targets = torch.cat([indices(batches[0]), indices(batches[1])], dim=1)
     counts = torch.bincount(targets[targets >= 0], minlength=10)
     assert counts.tolist() == [3] * 10
 
 
 @given(any_batches())
-def test_the_input_is_the_token_before_or_bos_where_a_document_begins(batches):
+def test_inputs_are_the_preceding_tokens_or_bos_at_document_starts(batches):
     starts = set(batches.split.starts.tolist())
-    for update in updates_of(batches):
-        for place, token in targets_with(batches[update], "tokens"):
-            assert token == (BOS if place in starts else 1_000_000 + place - 1)
+    for step in steps_of(batches):
+        for index, token in targets_with(batches[step], "tokens"):
+            assert token == (BOS if index in starts else 1_000_000 + index - 1)
 
 
 @given(any_batches())
-def test_windows_of_a_sequence_follow_each_other(batches):
+def test_windows_of_a_sequence_are_consecutive(batches):
     length = batches.seq_len
     for row in rows_of(batches, batches.n_sequences):
         first = row[0]
@@ -105,9 +105,9 @@ def test_windows_of_a_sequence_follow_each_other(batches):
 
 
 @given(any_batches())
-def test_padding_stands_behind_what_counts_and_is_marked_only_where_it_is(batches):
-    for update in updates_of(batches):
-        valid = batches[update].valid
+def test_padding_comes_last_and_valid_is_none_without_it(batches):
+    for step in steps_of(batches):
+        valid = batches[step].valid
         if valid is not None:
             assert not valid.all()
             assert not (valid[:, 1:] & ~valid[:, :-1]).any()
@@ -122,41 +122,41 @@ def test_the_last_sequence_is_padded():
     assert batch.n_targets == 10
 
 
-def test_nothing_is_marked_as_padding_where_there_is_none():
+def test_valid_is_none_if_all_sequences_are_complete():
     batches = TrainingBatches(make_split(12), batch_size=2, seq_len=4, backprop_len=2)
-    assert all(batches[update].valid is None for update in range(12))
+    assert all(batches[step].valid is None for step in range(12))
 
 
 @given(any_batches())
-def test_document_ids_mark_exactly_the_documents(batches):
+def test_document_ids_are_given_exactly_for_packed_documents(batches):
     starts = batches.split.starts
     several = any(start % batches.seq_len for start in starts.tolist())
-    assert cuts_documents(batches.split, batches.seq_len) == several
-    for update in updates_of(batches):
-        batch = batches[update]
+    assert packs_documents(batches.split, batches.seq_len) == several
+    for step in steps_of(batches):
+        batch = batches[step]
         assert (batch.document_ids is not None) == several
         if batch.document_ids is not None:
-            at = places(batch)
+            at = indices(batch)
             want = (torch.from_numpy(starts) <= at.unsqueeze(-1)).sum(-1) - 1
             assert torch.equal(batch.document_ids[at >= 0], want[at >= 0])
 
 
-def test_documents_that_fill_whole_sequences_need_no_ids():
+def test_document_ids_are_none_if_documents_fill_sequences():
     split = make_split(24, starts=(0, 8, 20))
-    assert not cuts_documents(split, 4)
-    assert cuts_documents(split, 8)
+    assert not packs_documents(split, 4)
+    assert packs_documents(split, 8)
     batches = TrainingBatches(split, batch_size=6, seq_len=4, backprop_len=4)
     assert batches[0].document_ids is None
 
 
 @given(any_batches())
-def test_positions_count_the_tokens_of_the_context_before_each_token(batches):
+def test_positions_count_the_preceding_tokens_of_the_context(batches):
     starts = batches.split.starts.tolist()
-    for update in updates_of(batches):
-        for place, position in targets_with(batches[update], "positions"):
-            document = max(start for start in starts if start <= place)
-            sequence = place // batches.seq_len * batches.seq_len
-            assert position == place - max(document, sequence)
+    for step in steps_of(batches):
+        for index, position in targets_with(batches[step], "positions"):
+            document = max(start for start in starts if start <= index)
+            sequence = index // batches.seq_len * batches.seq_len
+            assert position == index - max(document, sequence)
 
 
 def order_of(batches, epoch=0):
@@ -170,15 +170,15 @@ def make_batches(seed=0):
 
 def test_the_same_seed_gives_the_same_order():
     one, other = make_batches(seed=5), make_batches(seed=5)
-    for update in updates_of(one):
-        assert_same(one[update], other[update])
+    for step in steps_of(one):
+        assert_same(one[step], other[step])
 
 
-def test_another_seed_gives_another_order():
+def test_a_different_seed_gives_a_different_order():
     assert order_of(make_batches(seed=0)) != order_of(make_batches(seed=1))
 
 
-def test_every_epoch_has_an_order_of_its_own():
+def test_each_epoch_has_a_different_order():
     batches = make_batches()
     orders = [order_of(batches, epoch) for epoch in range(3)]
     assert orders[0] != orders[1] != orders[2] != orders[0]
@@ -186,8 +186,8 @@ def test_every_epoch_has_an_order_of_its_own():
 
 
 @given(any_batches(), st.lists(st.integers(0, 10**6), min_size=1, max_size=5))
-def test_an_update_sees_the_same_whatever_was_read_before(batches, updates):
-    for update in updates:
+def test_a_batch_does_not_depend_on_earlier_reads(batches, steps):
+    for step in steps:
         fresh = TrainingBatches(
             batches.split,
             batches.batch_size,
@@ -195,20 +195,20 @@ def test_an_update_sees_the_same_whatever_was_read_before(batches, updates):
             batches.backprop_len,
             batches.seed,
         )
-        assert_same(batches[update], fresh[update])
+        assert_same(batches[step], fresh[step])
 
 
-def test_new_sequences_begin_every_n_windows():
+def test_new_sequences_start_every_n_windows():
     batches = TrainingBatches(make_split(40), batch_size=2, seq_len=12, backprop_len=4)
     assert batches.n_windows == 3
-    assert [batches.begins(update) for update in range(7)] == [
+    assert [batches.starts_sequences(step) for step in range(7)] == [
         *(True, False, False),
         *(True, False, False),
         True,
     ]
 
 
-def test_shapes_and_types_are_those_of_the_model():
+def test_batches_have_the_shapes_and_dtypes_of_the_model():
     batches = TrainingBatches(make_split(50, (0, 9)), batch_size=5, seq_len=8, backprop_len=4)
     batch = batches[1]
     for name in ("tokens", "targets", "positions", "document_ids"):
@@ -217,7 +217,7 @@ def test_shapes_and_types_are_those_of_the_model():
     assert batches[9].valid.dtype == torch.bool
 
 
-def test_a_split_shorter_than_a_sequence_is_refused():
+def test_a_split_shorter_than_a_sequence_is_rejected():
     TrainingBatches(make_split(8), 1, seq_len=8, backprop_len=4)
     with pytest.raises(DataError) as raised:
         TrainingBatches(make_split(7), 1, seq_len=8, backprop_len=4)
@@ -227,17 +227,19 @@ def test_a_split_shorter_than_a_sequence_is_refused():
     )
 
 
-def test_contexts_of_any_length_are_read_from_any_place():
+def test_read_rows_reads_contexts_of_different_lengths():
     split = make_split(30, starts=(0, 5, 11))
-    batch = read_rows(split, np.array([0, 5, 11]), np.array([5, 11, 30]), 4, 3, documents=True)
-    assert places(batch).tolist() == [[4, -1, -1], [9, 10, -1], [15, 16, 17]]
+    batch = read_rows(
+        split, np.array([0, 5, 11]), np.array([5, 11, 30]), 4, 3, with_document_ids=True
+    )
+    assert indices(batch).tolist() == [[4, -1, -1], [9, 10, -1], [15, 16, 17]]
     assert (batch.tokens[batch.valid] - 1_000_000).tolist() == [3, 8, 9, 14, 15, 16]
     assert batch.positions[batch.valid].tolist() == [4, 4, 5, 4, 5, 6]
     assert batch.document_ids[batch.valid].tolist() == [0, 1, 1, 2, 2, 2]
     assert batch.n_targets == 6
 
 
-def test_map_reaches_every_tensor_and_leaves_none_alone():
+def test_map_applies_to_every_tensor_and_keeps_none():
     batches = TrainingBatches(make_split(10, (0, 3)), batch_size=3, seq_len=4, backprop_len=4)
     batch = batches[0]
     rows = batch.map(lambda x: x[1:])
@@ -248,7 +250,7 @@ def test_map_reaches_every_tensor_and_leaves_none_alone():
     assert plain.valid is plain.document_ids is None
 
 
-def test_targets_are_counted_without_padding():
+def test_n_targets_excludes_padding():
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     valid = torch.tensor([[True, True, False], [True, False, False]])
     assert Batch(tokens, tokens, tokens).n_targets == 6

@@ -1,4 +1,4 @@
-"""Temporary folders: deleted when their process was killed, kept while it is running."""
+"""Temporary folders: kept while their process runs, deleted after it was killed."""
 
 import os
 import signal
@@ -6,43 +6,36 @@ import subprocess
 import sys
 
 import pytest
+from data_helpers import CONTENT
 
 from transformer_vq.config import DataConfig
 from transformer_vq.data import temporary
 from transformer_vq.data.corpus import prepare
 
-CONTENT = b"".join(b"%d green bottles\n" % i for i in range(50))
-# Prepares a text, and blocks in the middle of it until it is killed.
+# Prepares a text file, and blocks while writing until it is killed.
 BLOCKED = """
 import sys, time
 from transformer_vq.config import DataConfig
-from transformer_vq.data import corpus as corpora
+from transformer_vq.data import corpus as corpus_module
 
 def block(source, dataset, folder):
     (folder / ".vocabulary-x.partial").mkdir()
-    (folder / "train.bin").write_bytes(b"half of it")
+    (folder / "train.bin").write_bytes(b"incomplete")
     print(folder, flush=True)
     time.sleep(600)
 
-corpora._write = block
-corpora.prepare(DataConfig(path=sys.argv[1], cache=sys.argv[2]))
+corpus_module.write_corpus = block
+corpus_module.prepare(DataConfig(path=sys.argv[1], cache=sys.argv[2]))
 """
 
 
-@pytest.fixture
-def text(tmp_path):
-    """The config of a text file."""
-    (tmp_path / "text").write_bytes(CONTENT)
-    return DataConfig(path=str(tmp_path / "text"), cache=str(tmp_path / "cache"))
-
-
 def prepare_other(text, tmp_path, name):
-    """Prepare another text in the same cache; returns the name of its folder."""
+    """Prepare another text in the same cache; return the name of its folder."""
     (tmp_path / name).write_bytes(CONTENT)
     return prepare(DataConfig(path=str(tmp_path / name), cache=text.cache)).folder.name
 
 
-def test_leftovers_are_deleted_once_their_process_is_killed(text, tmp_path):
+def test_temporary_folders_are_deleted_after_their_process_is_killed(text, tmp_path):
     command = [sys.executable, "-c", BLOCKED, text.path, text.cache]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -68,7 +61,7 @@ def test_a_temporary_folder_in_use_is_kept(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [corpus.name, other.name]
 
 
-def test_files_of_others_are_never_deleted(text, tmp_path):
+def test_files_with_other_names_are_not_deleted(text, tmp_path):
     names = [".mine.partial", ".text-mine.partial", "text-0123456789abcdef.01234567.partial"]
     names += [".text-0123456789abcdef.01234567", ".text-0123456789abcdef.partial"]
     for name in names:
@@ -77,7 +70,7 @@ def test_files_of_others_are_never_deleted(text, tmp_path):
     assert set(os.listdir(text.cache)) == {folder.name, *names}
 
 
-def test_links_are_deleted_without_what_they_point_to(text, tmp_path):
+def test_links_are_deleted_without_their_targets(text, tmp_path):
     (tmp_path / "cache").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine").write_text("mine")
@@ -88,7 +81,7 @@ def test_links_are_deleted_without_what_they_point_to(text, tmp_path):
     assert (tmp_path / "other" / "mine").read_text() == "mine"
 
 
-def test_without_locks_nothing_is_deleted(text, tmp_path, monkeypatch):
+def test_nothing_is_deleted_on_file_systems_without_locks(text, tmp_path, monkeypatch):
     leftover = tmp_path / "cache" / ".text-0123456789abcdef.01234567.partial"
     leftover.mkdir(parents=True)
 
@@ -101,7 +94,7 @@ def test_without_locks_nothing_is_deleted(text, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
-def test_modes_are_those_of_the_umask(text, umask):
+def test_file_modes_follow_the_umask(text, umask):
     before = os.umask(umask)
     try:
         folder = prepare(text).folder

@@ -49,7 +49,7 @@ def test_every_kind_of_model_can_decode(overrides):
     assert_close("logits", got, want[:, 7:], 1e-12)
 
 
-def test_rows_may_stand_at_different_positions():
+def test_rows_may_be_at_different_positions():
     model = make()
     tokens = torch.randint(17, (2, 30))
     valid = torch.ones(2, 10, dtype=torch.bool)
@@ -62,7 +62,7 @@ def test_rows_may_stand_at_different_positions():
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
-def test_float32_and_bfloat16_stay_near(dtype, tolerance, seed):
+def test_float32_and_bfloat16_are_close_to_float64(dtype, tolerance, seed):
     model = make(dtype, seed, n_layer=1)
     tokens = torch.randint(17, (2, 40))
     decoder = Decoder(model, model(tokens[:, :9]).state)
@@ -71,7 +71,7 @@ def test_float32_and_bfloat16_stay_near(dtype, tolerance, seed):
 
 
 @pytest.mark.parametrize("n", [1, 3, 4, 11])
-def test_the_state_it_hands_out_is_that_of_the_forward(n):
+def test_the_returned_state_equals_that_of_the_forward(n):
     model = make()
     tokens = torch.randint(17, (2, 6 + n))
     decoder = Decoder(model, model(tokens[:, :6]).state)
@@ -86,7 +86,7 @@ def test_the_state_it_hands_out_is_that_of_the_forward(n):
         assert torch.equal(a.cache.count, b.cache.count)
 
 
-def test_the_state_it_was_given_stays_as_it_is():
+def test_the_given_state_is_not_modified():
     model = make()
     state = model(torch.randint(17, (2, 12))).state
     before = [x.clone() for x in (state.layers[0].k, state.layers[0].cache.mean, state.position)]
@@ -113,7 +113,7 @@ def test_full_attention_decodes_within_its_room(head_type, n_prompt):
         decoder.step(tokens[:, 0])
 
 
-def test_rows_of_full_attention_may_stand_at_different_positions():
+def test_rows_of_full_attention_may_be_at_different_positions():
     model = make(attention="full")
     tokens = torch.randint(17, (2, 20))
     valid = torch.ones(2, 10, dtype=torch.bool)

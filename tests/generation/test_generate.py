@@ -1,4 +1,4 @@
-"""Sampling: token by token from a state, the same as the forward pass says all at once."""
+"""Generation: decoding token by token agrees with the forward pass."""
 
 import sys
 
@@ -27,14 +27,14 @@ def vq():
 
 
 def draws(p, n=300, **options):
-    """Which tokens come out for these probabilities, drawn n times."""
+    """Return the tokens drawn n times from these probabilities."""
     logits = torch.tensor(p, dtype=torch.float64).log().expand(n, -1)
-    chance = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    return Sampling(**options).choose(logits, chance).tolist()
+    uniform = torch.rand(n, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return Sampling(**options).choose(logits, uniform).tolist()
 
 
 @torch.no_grad()
-def test_greedy_tokens_are_the_likeliest_ones_of_the_forward_pass(model):
+def test_greedy_tokens_are_the_most_likely_ones_of_the_forward_pass(model):
     tokens = generate(model, PROMPT, 12, temperature=0)
     assert len(tokens) == 12
     logits = model(torch.tensor([PROMPT + tokens])).logits[0]
@@ -48,7 +48,7 @@ def test_the_same_seed_gives_the_same_tokens(model):
     assert generate(model, PROMPT, 12, seed=8) != first
 
 
-def test_sampling_leaves_the_global_generator_alone(vq):
+def test_sampling_does_not_change_the_global_generator(vq):
     before = torch.get_rng_state()
     generate(vq, PROMPT, 3)
     generate(vq, PROMPT, 3, seed=1)
@@ -56,29 +56,29 @@ def test_sampling_leaves_the_global_generator_alone(vq):
 
 
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-7}])
-def test_what_leaves_one_token_is_greedy(model, options):
+def test_rules_that_leave_one_token_are_greedy(model, options):
     greedy = generate(model, PROMPT, 8, temperature=0)
     assert generate(model, PROMPT, 8, seed=3, **options) == greedy
 
 
-def test_a_stream_is_the_same_tokens_one_by_one(vq):
+def test_stream_yields_the_tokens_of_generate(vq):
     tokens = [token for (token,) in stream(vq, prefill(vq, [PROMPT]), 10, seed=1)]
     assert tokens == generate(vq, PROMPT, 10, seed=1)
 
 
-def test_fewer_tokens_are_the_beginning_of_more(vq):
+def test_fewer_tokens_are_a_prefix_of_more(vq):
     assert generate(vq, PROMPT, 4, seed=1) == generate(vq, PROMPT, 12, seed=1)[:4]
     assert generate(vq, PROMPT, 0, seed=1) == []
 
 
 @pytest.mark.parametrize("prefill", [1, 3, 10])
-def test_a_prompt_may_be_read_in_segments(model, monkeypatch, prefill):
+def test_prefill_in_segments_gives_the_same_tokens(model, monkeypatch, prefill):
     whole = generate(model, PROMPT, 8, seed=2)
     monkeypatch.setattr(module, "SEGMENT_LEN", prefill)
     assert generate(model, PROMPT, 8, seed=2) == whole
 
 
-def test_no_segment_is_longer_than_the_prefill(vq, monkeypatch):
+def test_no_prefill_segment_is_longer_than_the_limit(vq, monkeypatch):
     lengths = []
     vq.register_forward_pre_hook(lambda _, arguments: lengths.append(arguments[0].shape[1]))
     monkeypatch.setattr(module, "SEGMENT_LEN", 4)
@@ -87,7 +87,7 @@ def test_no_segment_is_longer_than_the_prefill(vq, monkeypatch):
     assert set(lengths[3:]) <= {1}
 
 
-def test_all_tokens_can_be_drawn_as_often_as_they_are_likely():
+def test_tokens_are_drawn_in_proportion_to_their_probability():
     counts = torch.bincount(torch.tensor(draws([0.1, 0.2, 0.7], n=4000))).tolist()
     for count, p in zip(counts, [0.1, 0.2, 0.7], strict=True):
         assert abs(count - 4000 * p) < 4 * (4000 * p * (1 - p)) ** 0.5  # four standard deviations
@@ -107,8 +107,8 @@ def test_all_tokens_can_be_drawn_as_often_as_they_are_likely():
         ({"top_p": 0.3, "top_k": 2}, {1}),
     ],
 )
-def test_the_likeliest_tokens_are_left(options, left):
-    """With top_p as few of them as reach that mass together."""
+def test_only_the_most_likely_tokens_are_left(options, left):
+    """top_p keeps the smallest set with that total probability."""
     assert set(draws([0.1, 0.4, 0.2, 0.3], **options)) == left
 
 
@@ -130,7 +130,7 @@ def test_temperature_flattens_or_sharpens():
         ({"top_k": 0}, "top_k=0: must be at least 1, or None"),
     ],
 )
-def test_bad_arguments_are_refused_in_one_line(vq, arguments, message):
+def test_bad_arguments_are_rejected_in_one_line(vq, arguments, message):
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - the message is compared below
         generate(vq, **({"prompt_tokens": PROMPT, "max_new_tokens": 1} | arguments))
     assert str(raised.value).startswith(message)
@@ -165,7 +165,7 @@ def test_no_graph_is_kept(vq):
     assert not any(layer.v.requires_grad for state in states for layer in state.layers)
 
 
-def test_a_row_draws_the_same_whatever_the_others_are(model):
+def test_samples_of_a_row_do_not_depend_on_other_rows(model):
     prompts = [PROMPT, PROMPT[:3], PROMPT[:7]]
     together = list(zip(*stream(model, prefill(model, prompts), 9, seed=5), strict=True))
     first = list(stream(model, prefill(model, prompts[:1]), 9, seed=5))
@@ -174,7 +174,7 @@ def test_a_row_draws_the_same_whatever_the_others_are(model):
     assert two == together[:2]
 
 
-def test_prompts_of_different_lengths_are_read_as_each_alone(model, monkeypatch):
+def test_prompts_of_different_lengths_equal_separate_prompts(model, monkeypatch):
     monkeypatch.setattr(module, "SEGMENT_LEN", 4)
     prompts = [PROMPT, PROMPT[:1], PROMPT[:6]]
     together = prefill(model, prompts)
@@ -202,7 +202,7 @@ def test_a_stop_token_ends_its_row(vq):
     assert ended == list(free[0][: first + 1])
 
 
-def test_reading_goes_on_where_a_context_ended(vq):
-    begun = prefill(vq, [PROMPT[:5]])
+def test_prefill_continues_a_context(vq):
+    started = prefill(vq, [PROMPT[:5]])
     whole = prefill(vq, [PROMPT])
-    assert torch.allclose(prefill(vq, [PROMPT[5:]], begun).logits, whole.logits, rtol=1e-10)
+    assert torch.allclose(prefill(vq, [PROMPT[5:]], started).logits, whole.logits, rtol=1e-10)

@@ -18,49 +18,49 @@ from transformer_vq.training.run import train
 
 
 def pushed(text, stop=()):
-    """The pieces in which a text comes out byte by byte, and whether it was stopped."""
+    """Return the chunks of text after each byte, and whether a stop string was found."""
     stream = TextStream(ByteTokenizer(), stop)
-    pieces = [stream.push(token) for token in text.encode()]
-    return [*pieces, stream.end()], stream.stopped
+    chunks = [stream.push(token) for token in text.encode()]
+    return [*chunks, stream.end()], stream.stopped
 
 
 @given(st.text())
-def test_text_comes_out_as_it_went_in(text):
-    pieces, stopped = pushed(text)
-    assert "".join(pieces) == text
+def test_streamed_text_round_trips(text):
+    chunks, stopped = pushed(text)
+    assert "".join(chunks) == text
     assert not stopped
 
 
-def test_a_character_appears_when_its_last_byte_is_there():
-    pieces, _ = pushed("a\u00e9\U0001f600b")
-    assert pieces == ["a", "", "\u00e9", "", "", "", "\U0001f600", "b", ""]
+def test_a_character_appears_with_its_last_byte():
+    chunks, _ = pushed("a\u00e9\U0001f600b")
+    assert chunks == ["a", "", "\u00e9", "", "", "", "\U0001f600", "b", ""]
 
 
-def test_half_a_character_at_the_end_is_marked():
+def test_an_incomplete_character_at_the_end_is_replaced():
     stream = TextStream(ByteTokenizer())
     assert stream.push(0xC3) == ""
     assert stream.end() == "\ufffd"
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=3), max_size=2))
-def test_nothing_after_a_stop_string_and_not_the_string_itself(text, stop):
-    pieces, stopped = pushed(text, stop)
+def test_text_ends_before_a_stop_string(text, stop):
+    chunks, stopped = pushed(text, stop)
     # The stop string that is complete first ends the text, whatever comes later.
     ends = [text.find(word) + len(word) for word in stop if word in text]
     first = min(ends, default=None)
     want = text
     if first is not None:
         want = min((text[:first].split(word)[0] for word in stop), key=len)
-    assert "".join(pieces) == want
+    assert "".join(chunks) == want
     assert stopped == (first is not None)
 
 
-def test_what_might_become_a_stop_string_is_held_back():
+def test_a_possible_stop_string_is_held_back():
     assert pushed("xSTy", ["STOP"])[0] == ["x", "", "", "STy", ""]
     assert pushed("xST", ["STOP"])[0] == ["x", "", "", "ST"]
 
 
-def test_the_first_row_is_written_as_it_comes():
+def test_row_zero_is_written_while_decoding():
     model, tokenizer = TransformerVQ(tiny_config(vocab_size=256)).eval(), ByteTokenizer()
     context = prefill_text(model, tokenizer, "hello")
     written = []
@@ -71,11 +71,11 @@ def test_the_first_row_is_written_as_it_comes():
     assert sample_text(model, tokenizer, context, 20, Sampling(), seed=1) == texts[:1]
 
 
-def test_an_empty_prompt_begins_a_document_and_adds_nothing_to_a_context():
+def test_an_empty_prompt_starts_a_document_or_keeps_the_context():
     model = TransformerVQ(tiny_config(vocab_size=256)).eval()
-    begun = prefill_text(model, ByteTokenizer(), "")
-    assert begun.state.position.tolist() == [1]
-    assert prefill_text(model, ByteTokenizer(), "", begun) is begun
+    started = prefill_text(model, ByteTokenizer(), "")
+    assert started.state.position.tolist() == [1]
+    assert prefill_text(model, ByteTokenizer(), "", started) is started
 
 
 def test_images_keep_their_upper_part(tmp_path):
@@ -112,7 +112,7 @@ def sampled(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_the_command_writes_what_the_library_draws(run, tmp_path, capsys):
+def test_the_command_prints_what_the_library_samples(run, tmp_path, capsys):
     options = ["--tokens", 30, "--seed", 3]
     out = sampled(capsys, run, "--prompt", "the cat", *options)
     assert out.startswith("the cat")
@@ -123,11 +123,11 @@ def test_the_command_writes_what_the_library_draws(run, tmp_path, capsys):
     texts = json.loads(several.splitlines()[-1])["texts"]
     assert texts[0] + "\n" == from_file
     assert "--- 2 ---" in several
-    assert sampled(capsys, run, *options)  # nothing to go on from
+    assert sampled(capsys, run, *options)  # no prompt
     assert sampled(capsys, run, "--prompt", "the cat", "--tokens", 0) == "the cat\n"
 
 
-def test_a_saved_state_goes_on_without_its_prompt(run, tmp_path, capsys):
+def test_a_saved_state_continues_without_its_prompt(run, tmp_path, capsys):
     options = ["--tokens", 30, "--seed", 3]
     whole = sampled(capsys, run, "--prompt", "the cat sat", *options)
     state = tmp_path / "state"
@@ -148,8 +148,8 @@ def test_a_saved_state_goes_on_without_its_prompt(run, tmp_path, capsys):
         (["--prompt", "a", "--prompt-file", "b"], "not both"),
         (["--prompt-file", "no-such-file"], "no-such-file"),
         (["--load-state", "no-such-state"], "no-such-state"),
-        (["--save-state", "no-such-folder/state"], "a folder that exists"),
-        (["--out", "no-such-folder/drawn.png"], "a folder that exists"),
+        (["--save-state", "no-such-folder/state"], "an existing folder"),
+        (["--out", "no-such-folder/drawn.png"], "an existing folder"),
     ],
 )
 def test_mistakes_are_one_line(run, capsys, arguments, says):
@@ -162,7 +162,7 @@ def test_mistakes_are_one_line(run, capsys, arguments, says):
     assert says in captured.err
 
 
-def test_a_model_of_images_draws(tmp_path, capsys):
+def test_a_model_of_images_samples_a_grid(tmp_path, capsys):
     from PIL import Image
 
     folder = tmp_path / "images"
@@ -181,7 +181,7 @@ def test_a_model_of_images_draws(tmp_path, capsys):
     with Image.open(out) as image:
         assert image.size == (256, 256)
 
-    # Without --out the image lies in the run, where the last one is replaced; no other file is.
+    # Without --out the image is written to the run and replaces the previous one, nothing else.
     default = tmp_path / "run" / "samples.png"
     default.write_bytes(b"the one before")
     assert sampled(capsys, tmp_path / "run", *arguments) == f"{default}\n"

@@ -1,4 +1,4 @@
-"""Snapshots: go on bit for bit, and only with the model that read."""
+"""Snapshots continue bitwise, and only with the model that wrote them."""
 
 import math
 
@@ -22,7 +22,7 @@ def make(**overrides):
 
 @pytest.mark.parametrize("attention", ["vq", "full"])
 @pytest.mark.parametrize("compressive_cache", [True, False])
-def test_a_snapshot_goes_on_bit_for_bit(tmp_path, attention, compressive_cache):
+def test_a_snapshot_continues_bitwise(tmp_path, attention, compressive_cache):
     kind = {"attention": attention, "compressive_cache": compressive_cache}
     model = make(**kind)
     context = prefill(model, [PROMPT, PROMPT[:9]])
@@ -34,7 +34,7 @@ def test_a_snapshot_goes_on_bit_for_bit(tmp_path, attention, compressive_cache):
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 
-def test_another_model_is_refused_with_the_reason(tmp_path):
+def test_a_snapshot_of_another_model_is_rejected_with_the_reason(tmp_path):
     model = make()
     save_context(tmp_path / "state", model, prefill(model, [PROMPT]))
     with pytest.raises(SnapshotError, match="config differ"):
@@ -50,7 +50,7 @@ def test_another_model_is_refused_with_the_reason(tmp_path):
         load_context(tmp_path / "state", other)
 
 
-def test_files_that_are_no_snapshots(tmp_path):
+def test_files_that_are_not_snapshots_are_rejected(tmp_path):
     model = make()
     path = tmp_path / "state"
     with pytest.raises(SnapshotError, match="does not exist"):

@@ -1,4 +1,4 @@
-"""Nothing is fetched, and no bars are drawn."""
+"""Fixtures for the Hugging Face adapters; downloads and progress bars are disabled."""
 
 import os
 
@@ -18,7 +18,7 @@ logging.disable_progress_bar()
 
 @pytest.fixture
 def core() -> TransformerVQ:
-    """A model of bytes with random weights."""
+    """Return a byte-level model with random weights."""
     return TransformerVQ(tiny_config(vocab_size=256)).eval()
 
 
@@ -29,7 +29,7 @@ def model(core) -> TransformerVQForCausalLM:
 
 @pytest.fixture
 def folder(model, tmp_path):
-    """The model and its tokenizer on disk."""
+    """Return a folder with the saved model and its tokenizer."""
     model.save_pretrained(tmp_path / "model")
     TransformerVQTokenizer().save_pretrained(tmp_path / "model")
     return tmp_path / "model"

@@ -1,4 +1,4 @@
-"""A run becomes a folder that transformers reads, whole or not at all."""
+"""Export of a run to a folder that transformers can load; failures leave no files."""
 
 import re
 import textwrap
@@ -36,13 +36,13 @@ def books(folder):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A run on bytes."""
+    """Return a run trained on bytes."""
     return trained(tmp_path_factory.mktemp("bytes"))
 
 
 @pytest.fixture(scope="module", params=["bytes", "sentencepiece"])
 def run_with_tokenizer(request, tmp_path_factory):
-    """A run with each kind of tokenizer."""
+    """Return a run for each tokenizer type."""
     return trained(tmp_path_factory.mktemp(request.param), request.param)
 
 
@@ -58,7 +58,7 @@ def trained(folder, tokenizer="bytes"):
     return folder / "run"
 
 
-def test_an_exported_run_writes_what_the_run_writes(run_with_tokenizer, tmp_path):
+def test_exported_model_generates_the_same_tokens_as_the_run(run_with_tokenizer, tmp_path):
     run = run_with_tokenizer
     assert export(run, tmp_path / "out") == "best"
     ours, tokenizer = load_model(run)[0], load_tokenizer(run)
@@ -76,15 +76,15 @@ def test_an_exported_run_writes_what_the_run_writes(run_with_tokenizer, tmp_path
     assert model.generation_config.bos_token_id == tokenizer.bos
 
 
-def test_any_checkpoint_can_be_exported(run, tmp_path):
-    (tmp_path / "out").mkdir()  # an empty folder may be there
+def test_export_writes_the_requested_checkpoint(run, tmp_path):
+    (tmp_path / "out").mkdir()  # an existing empty folder is allowed
     assert export(run, tmp_path / "out", "3") == "step 3"
     model = TransformerVQForCausalLM.from_pretrained(tmp_path / "out")
     for name, want in load_model(run, "3")[0].state_dict().items():
         assert torch.equal(model.model.state_dict()[name], want), name
 
 
-def test_nothing_is_overwritten(run, tmp_path):
+def test_export_does_not_overwrite_files(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     with pytest.raises(CheckpointError, match="out is not empty"):
@@ -94,7 +94,7 @@ def test_nothing_is_overwritten(run, tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
 
 
-def test_what_fails_leaves_nothing(run, tmp_path, monkeypatch):
+def test_failed_export_leaves_no_files(run, tmp_path, monkeypatch):
     monkeypatch.setattr(TransformerVQForCausalLM, "save_pretrained", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export(run, tmp_path / "out")
@@ -105,7 +105,7 @@ def test_what_fails_leaves_nothing(run, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_images_have_no_tokenizer(run, tmp_path, monkeypatch):
+def test_export_of_an_image_run_has_no_tokenizer(run, tmp_path, monkeypatch):
     config = tiny_run(tmp_path)
     monkeypatch.setattr(
         "transformer_vq.hf.export.read_config",
@@ -115,7 +115,7 @@ def test_images_have_no_tokenizer(run, tmp_path, monkeypatch):
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES - {"tokenizer_config.json"}
 
 
-def test_the_readme_shows_what_works(run, tmp_path, monkeypatch):
+def test_readme_example_runs(run, tmp_path, monkeypatch):
     (tmp_path / "my-run").symlink_to(run)
     monkeypatch.chdir(tmp_path)
     section = re.search(r"## Hugging Face\n\n(.*?)\n\n(?=\S)", README.read_text(), flags=re.DOTALL)
@@ -123,7 +123,7 @@ def test_the_readme_shows_what_works(run, tmp_path, monkeypatch):
     exec(compile(textwrap.dedent(section[1]), "README.md", "exec"), {})
 
 
-def test_the_command_exports(run, tmp_path, capsys):
+def test_export_command_writes_the_folder_once(run, tmp_path, capsys):
     main(["export", str(run), str(tmp_path / "out")])
     assert str(tmp_path / "out") in capsys.readouterr().out
     assert TransformerVQForCausalLM.from_pretrained(tmp_path / "out")

@@ -1,4 +1,4 @@
-"""`generate` of transformers against our own, and with a cache against without."""
+"""`generate` of transformers compared with ours, with and without a cache."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def search(model, prompts, **options):
 
 
 def padded(n_more: int = 0) -> dict[str, torch.Tensor]:
-    """Both prompts in one batch, padded on the left by as many more."""
+    """Return both prompts as one batch, left-padded by `n_more` columns more than needed."""
     rows = [PROMPT, SHORTER]
     width = len(PROMPT) + n_more
     ids = [[0] * (width - len(row)) + row for row in rows]
@@ -27,7 +27,7 @@ def padded(n_more: int = 0) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("attention", ["vq", "full"])
-def test_greedy_search_is_ours(attention):
+def test_greedy_search_equals_our_generate(attention):
     core = TransformerVQ(tiny_config(vocab_size=256, attention=attention)).eval()
     model = TransformerVQForCausalLM.from_core(core)
     want = PROMPT + generate(core, PROMPT, 20, temperature=0)
@@ -36,24 +36,24 @@ def test_greedy_search_is_ours(attention):
     assert search(model, [PROMPT], prefill_chunk_size=3) == [want]
 
 
-def test_a_bos_is_no_padding_even_if_the_padding_token_is_the_same(model, core):
+def test_bos_is_not_masked_when_it_is_also_the_padding_token(model, core):
     want = PROMPT + generate(core, PROMPT, 20, temperature=0)
     assert search(model, [PROMPT], pad_token_id=0) == [want]
 
 
-def test_without_a_prompt_text_begins_at_bos(model, core):
+def test_generate_without_a_prompt_starts_from_bos(model, core):
     assert model.generate(max_new_tokens=5).tolist() == [[0, *generate(core, [0], 5, 0.0)]]
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
-def test_beam_search_is_the_same_with_states_computed_anew(model, options):
+def test_beam_search_does_not_depend_on_the_cache(model, options):
     inputs = padded()
     got = model.generate(**inputs, max_new_tokens=12, **options)
     assert got.shape == (2 * options.get("num_return_sequences", 1), len(PROMPT) + 12)
     assert torch.equal(got, model.generate(**inputs, max_new_tokens=12, use_cache=False, **options))
 
 
-def test_beams_find_likelier_texts_than_greedy_search(model, core):
+def test_beam_search_finds_a_more_likely_text_than_greedy_search(model, core):
     def nats(row):
         return (
             -core(torch.tensor([row[:-1]]))
@@ -68,19 +68,19 @@ def test_beams_find_likelier_texts_than_greedy_search(model, core):
 
 
 @pytest.mark.parametrize("n_more", [0, 5])
-def test_a_padded_batch_gives_what_each_prompt_gives_alone(model, n_more):
+def test_padded_batch_generates_the_same_as_single_prompts(model, n_more):
     inputs = padded(n_more)
     got = model.generate(**inputs, max_new_tokens=20)[:, -20:].tolist()
     assert got == [search(model, [row])[0][-20:] for row in (PROMPT, SHORTER)]
 
 
-def test_a_padded_batch_of_one(model):
+def test_padded_batch_of_one_generates_the_same_as_without_padding(model):
     inputs = {name: x[1:] for name, x in padded().items()}
     got = model.generate(**inputs, max_new_tokens=20)
     assert got[0, -20:].tolist() == search(model, [SHORTER])[0][-20:]
 
 
-def test_logits_of_padded_rows_are_those_of_the_rows_alone(model):
+def test_logits_of_padded_rows_equal_those_of_single_rows(model):
     inputs = padded(3)
     logits = model(**inputs).logits
     for row, tokens in enumerate((PROMPT, SHORTER)):
@@ -88,7 +88,7 @@ def test_logits_of_padded_rows_are_those_of_the_rows_alone(model):
         assert_close("logits", logits[row, -len(tokens) :], want)
 
 
-def test_sampling_depends_on_the_seed_and_gives_as_many_as_asked_for(model):
+def test_sampling_depends_on_the_seed_and_returns_the_requested_number(model):
     def draw(seed):
         torch.manual_seed(seed)
         return search(model, [PROMPT], do_sample=True, top_p=0.9, num_return_sequences=3)
@@ -99,24 +99,24 @@ def test_sampling_depends_on_the_seed_and_gives_as_many_as_asked_for(model):
     assert first == draw(0) != draw(1)
 
 
-def test_sampling_has_no_use_of_dropout():
+def test_generate_disables_dropout():
     config = tiny_config(vocab_size=256, p_dropres=0.5, p_dropsin=0.5, p_droplyr=0.5)
     model = TransformerVQForCausalLM.from_core(TransformerVQ(config).eval())
     assert search(model, [PROMPT]) == search(model, [PROMPT])
 
 
-def test_a_cache_can_be_gone_on_from(model):
+def test_generate_continues_from_a_returned_cache(model):
     first = model.generate(torch.tensor([PROMPT]), max_new_tokens=8, return_dict_in_generate=True)
     more = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=12)
     assert more.tolist() == search(model, [PROMPT])
 
 
-def test_assisted_decoding_is_refused(model):
+def test_assisted_decoding_is_rejected(model):
     with pytest.raises(ValueError, match="stateful"):
         search(model, [PROMPT], prompt_lookup_num_tokens=3)
 
 
-def test_a_stop_string_ends_the_text(model):
+def test_stop_string_ends_the_text(model):
     tokenizer = TransformerVQTokenizer()
     text = tokenizer.decode(search(model, [PROMPT], max_new_tokens=200)[0][len(PROMPT) :])
     stop = next(x for x in text if x.isascii() and x.isprintable())
@@ -124,8 +124,8 @@ def test_a_stop_string_ends_the_text(model):
     assert tokenizer.decode(got[len(PROMPT) :]) == text[: text.index(stop) + 1]
 
 
-def test_a_pipeline_goes_on_with_texts(folder, core):
-    writer = pipeline("text-generation", model=str(folder), max_new_tokens=20, do_sample=False)
+def test_pipeline_continues_texts(folder, core):
+    generator = pipeline("text-generation", model=str(folder), max_new_tokens=20, do_sample=False)
     tokenizer = TransformerVQTokenizer()
     texts = ["Hello, ", "Hi!", ""]
     want = [
@@ -133,32 +133,32 @@ def test_a_pipeline_goes_on_with_texts(folder, core):
         for text in texts
     ]
     for options in ({}, {"batch_size": 3}):
-        got = [found[0]["generated_text"] for found in writer(texts, **options)]
+        got = [result[0]["generated_text"] for result in generator(texts, **options)]
         assert got == [text.replace("\0", "") for text in want]
 
 
-class Listener(TextStreamer):
-    """Notes what would be printed."""
+class RecordingStreamer(TextStreamer):
+    """Streamer that records the text it would print."""
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.pieces = [*getattr(self, "pieces", []), text]
+        self.chunks = [*getattr(self, "chunks", []), text]
 
 
 @pytest.mark.parametrize(
     "text", ["na\u00efve caf\u00e9 \u4e2d\u6587 \U0001f642 end", "\u00e9\n\u00e9 \u4e2d"]
 )
-def test_streamed_characters_are_whole(text):
+def test_streamer_prints_complete_characters(text):
     tokenizer = TransformerVQTokenizer()
-    listener = Listener(tokenizer)
+    streamer = RecordingStreamer(tokenizer)
     for token in tokenizer.encode(text, add_special_tokens=False):
-        listener.put(torch.tensor([token]))
-    listener.end()
-    assert "".join(listener.pieces) == text
-    assert sum(map(bool, listener.pieces)) > 1
+        streamer.put(torch.tensor([token]))
+    streamer.end()
+    assert "".join(streamer.chunks) == text
+    assert sum(map(bool, streamer.chunks)) > 1
 
 
-def test_generate_streams(model):
+def test_generate_streams_the_text(model):
     tokenizer = TransformerVQTokenizer()
-    listener = Listener(tokenizer, skip_prompt=True)
-    got = search(model, [PROMPT], max_new_tokens=60, streamer=listener)[0]
-    assert "".join(listener.pieces) == tokenizer.decode(got[len(PROMPT) :])
+    streamer = RecordingStreamer(tokenizer, skip_prompt=True)
+    got = search(model, [PROMPT], max_new_tokens=60, streamer=streamer)[0]
+    assert "".join(streamer.chunks) == tokenizer.decode(got[len(PROMPT) :])

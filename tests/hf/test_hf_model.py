@@ -1,4 +1,4 @@
-"""The adapter is the core: same logits, same loss, on disk and in memory."""
+"""The adapter gives the logits and loss of the core model, in memory and after saving."""
 
 import json
 import subprocess
@@ -43,29 +43,29 @@ OTHER = {
 
 
 @pytest.mark.parametrize("changes", [{}, OTHER])
-def test_a_config_survives_the_way_there_and_back(tmp_path, changes):
+def test_config_round_trip_is_lossless(tmp_path, changes):
     config = tiny_config(**changes)
-    there = TransformerVQConfig.from_model_config(config, bos_token_id=1)
-    assert there.to_model_config() == config
-    there.save_pretrained(tmp_path)
+    converted = TransformerVQConfig.from_model_config(config, bos_token_id=1)
+    assert converted.to_model_config() == config
+    converted.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert asdict(config).items() <= written.items()
-    back = AutoConfig.from_pretrained(tmp_path)
-    assert isinstance(back, TransformerVQConfig)
-    assert back.to_model_config() == config
-    assert back.bos_token_id == 1
-    assert back.hidden_size == config.d_model
-    assert back.tie_word_embeddings is config.tie_embeddings
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(loaded, TransformerVQConfig)
+    assert loaded.to_model_config() == config
+    assert loaded.bos_token_id == 1
+    assert loaded.hidden_size == config.d_model
+    assert loaded.tie_word_embeddings is config.tie_embeddings
 
 
-def test_a_config_is_checked_by_the_core():
+def test_config_is_validated_by_model_config():
     with pytest.raises(ValueError, match="d_model=15"):
         TransformerVQConfig(d_model=15)
     assert isinstance(TransformerVQConfig().to_model_config(), ModelConfig)
 
 
 @pytest.mark.parametrize("changes", [{}, OTHER, {"head_type": "mha", "tie_embeddings": True}])
-def test_what_is_saved_and_loaded_gives_the_same_bits(tmp_path, changes):
+def test_saved_and_loaded_model_gives_identical_logits(tmp_path, changes):
     core = TransformerVQ(tiny_config(vocab_size=256, **changes)).eval()
     model = TransformerVQForCausalLM.from_core(core)
     assert torch.equal(model(TOKENS).logits, core(TOKENS).logits)
@@ -82,7 +82,7 @@ def test_what_is_saved_and_loaded_gives_the_same_bits(tmp_path, changes):
     assert torch.equal(loaded(TOKENS, return_dict=False)[0], core(TOKENS).logits)
 
 
-def test_fresh_weights_are_those_of_the_core():
+def test_new_model_has_the_initial_weights_of_the_core():
     torch.manual_seed(3)
     core = TransformerVQ(tiny_config())
     torch.manual_seed(3)
@@ -91,7 +91,7 @@ def test_fresh_weights_are_those_of_the_core():
         assert torch.equal(model.model.state_dict()[name], want), name
 
 
-def test_bfloat16_leaves_codebooks_in_float32(folder, core):
+def test_bfloat16_keeps_codebooks_in_float32(folder, core):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     dtypes = {name.split(".")[-1]: x.dtype for name, x in model.state_dict().items()}
     assert dtypes["weight"] == torch.bfloat16
@@ -100,7 +100,7 @@ def test_bfloat16_leaves_codebooks_in_float32(folder, core):
     assert_close("logits", model(TOKENS).logits, core(TOKENS).logits, tolerance=0.1)
 
 
-def test_a_folder_that_lacks_tensors_is_refused(folder):
+def test_folder_with_missing_tensors_is_rejected(folder):
     path = folder / "model.safetensors"
     tensors = load_file(path)
     del tensors["model.branches.1.quantizer.c_sum"]
@@ -112,7 +112,7 @@ def test_a_folder_that_lacks_tensors_is_refused(folder):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_the_loss_is_cross_entropy_and_commitment(model, core):
+def test_loss_is_cross_entropy_plus_commitment_loss(model, core):
     labels = TOKENS.clone()
     labels[0, :5] = -100
     output = model(TOKENS, labels=labels)
@@ -124,17 +124,17 @@ def test_the_loss_is_cross_entropy_and_commitment(model, core):
 
     n_items = 100  # of which this batch has 54
     part = model(TOKENS, labels=labels, num_items_in_batch=torch.tensor(n_items))
-    assert_close("its share", part.loss, output.loss * 54 / n_items)
+    assert_close("accumulated", part.loss, output.loss * 54 / n_items)
 
 
 @pytest.mark.parametrize("keep", [1, 7, torch.tensor([3, 28])])
-def test_only_some_logits_can_be_kept(model, core, keep):
+def test_logits_to_keep_selects_positions(model, core, keep):
     want = core(TOKENS).logits[:, -keep:] if isinstance(keep, int) else core(TOKENS).logits[:, keep]
     assert torch.equal(model(TOKENS, logits_to_keep=keep).logits, want)
 
 
 @pytest.mark.parametrize("n_last", [1, 9])
-def test_long_prompts_are_read_in_pieces(model, core, monkeypatch, n_last):
+def test_long_prompt_is_run_in_segments(model, core, monkeypatch, n_last):
     monkeypatch.setattr(modeling_transformer_vq, "SEGMENT_LEN", 7)
     mask = torch.ones_like(TOKENS)
     mask[1, :17] = 0
@@ -146,14 +146,14 @@ def test_long_prompts_are_read_in_pieces(model, core, monkeypatch, n_last):
     assert got.past_key_values.get_seq_length() == 30
 
 
-def test_several_documents_in_a_row(model, core):
+def test_packed_documents_do_not_attend_to_each_other(model, core):
     ids = torch.zeros_like(TOKENS)
     ids[:, 11:] = 1
-    alone = core(TOKENS[:, 11:]).logits
-    assert_close("second", model(TOKENS, document_ids=ids).logits[:, 11:], alone)
+    want = core(TOKENS[:, 11:]).logits
+    assert_close("second", model(TOKENS, document_ids=ids).logits[:, 11:], want)
 
 
-def test_no_cache_is_returned_in_training_unless_asked_for(model):
+def test_training_returns_a_cache_only_on_request(model):
     assert isinstance(model(TOKENS).past_key_values, TransformerVQCache)
     model.train()
     assert model(TOKENS).past_key_values is None
@@ -163,7 +163,7 @@ def test_no_cache_is_returned_in_training_unless_asked_for(model):
     model(TOKENS[:, 20:], past_key_values=cache).logits.sum().backward()
 
 
-def test_a_cache_picks_rows_and_does_not_go_back(model):
+def test_cache_selects_rows_and_rejects_removing_tokens(model):
     cache = model(TOKENS).past_key_values
     assert (len(cache), cache.batch_size, cache.get_seq_length()) == (1, 2, 30)
     assert cache.get_max_length() == -1
@@ -174,7 +174,7 @@ def test_a_cache_picks_rows_and_does_not_go_back(model):
     cache.reorder_cache(torch.tensor([1, 0]))
     assert torch.equal(cache.state.layers[0].v, v[[1, 0]])
     cache.crop(0)
-    with pytest.raises(ValueError, match="cannot take 3 tokens back"):
+    with pytest.raises(ValueError, match="cannot remove 3 tokens"):
         cache.crop(-3)
     cache.reset()
     assert (cache.state, cache.get_seq_length(), cache.batch_size) == (None, 0, -1)
@@ -183,28 +183,28 @@ def test_a_cache_picks_rows_and_does_not_go_back(model):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"input_ids": None}, "input_ids are missing"),
-        ({"inputs_embeds": torch.zeros(1)}, "inputs_embeds is not supported: the model reads"),
+        ({"input_ids": None}, "input_ids is required"),
+        ({"inputs_embeds": torch.zeros(1)}, "inputs_embeds is not supported: pass .* input_ids"),
         ({"position_ids": torch.zeros(1)}, "position_ids is not supported: .* document_ids"),
         ({"output_attentions": True}, "output_attentions is not supported"),
         ({"output_hidden_states": True}, "output_hidden_states is not supported"),
-        ({"past_key_values": DynamicCache()}, "DynamicCache; this model needs a TransformerVQCach"),
-        ({"attention_mask": torch.ones(2, 29)}, r"shape \(2, 29\), want \[2, 30\]"),
-        ({"attention_mask": torch.ones(1, 30)}, r"shape \(1, 30\), want \[2, 30\]"),
+        ({"past_key_values": DynamicCache()}, "DynamicCache; pass the TransformerVQCache"),
+        ({"attention_mask": torch.ones(2, 29)}, r"shape \(2, 29\), expected at least \[2, 30\]"),
+        ({"attention_mask": torch.ones(1, 30)}, r"shape \(1, 30\), expected at least \[2, 30\]"),
     ],
 )
-def test_what_is_not_possible_is_said(model, arguments, message):
+def test_unsupported_arguments_raise_with_a_reason(model, arguments, message):
     with pytest.raises((ValueError, TypeError), match=message):
         model(**({"input_ids": TOKENS} | arguments))
 
 
-def test_the_vocabulary_has_a_fixed_size(model):
+def test_resizing_the_vocabulary_is_rejected(model):
     assert model.resize_token_embeddings(256) is model.get_input_embeddings()
     with pytest.raises(ValueError, match="256 tokens and cannot be resized"):
         model.resize_token_embeddings(257)
 
 
-def test_without_transformers_the_extra_is_named():
+def test_missing_transformers_error_names_the_extra():
     program = "import sys; sys.modules['transformers'] = None; import transformer_vq.hf"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stderr.strip().endswith("pip install 'transformer-vq[hf]'")

@@ -1,4 +1,4 @@
-"""Ids are ours, texts come back, in memory and from disk."""
+"""The transformers tokenizer gives our ids and decodes them, in memory and from disk."""
 
 from pathlib import Path
 
@@ -7,12 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from transformer_vq.data.tokenizers import (
-    MODEL_FILE,
-    ByteTokenizer,
-    SentencePieceTokenizer,
-    train_sentencepiece,
-)
+from transformer_vq.data.tokenizer_training import train_sentencepiece
+from transformer_vq.data.tokenizers import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
 from transformer_vq.hf import TransformerVQConfig, TransformerVQTokenizer
 
 PARTS = st.one_of(
@@ -26,7 +22,7 @@ TEXTS = st.lists(PARTS, max_size=6).map("".join)
 
 @pytest.fixture(scope="module", params=["bytes", "sentencepiece"])
 def pair(request, tmp_path_factory):
-    """Our tokenizer, and the one that AutoTokenizer finds in a folder."""
+    """Return our tokenizer and the one that AutoTokenizer loads from a folder."""
     folder = tmp_path_factory.mktemp(request.param)
     ours, vocab_file = ByteTokenizer(), None
     if request.param == "sentencepiece":
@@ -42,7 +38,7 @@ def pair(request, tmp_path_factory):
 
 
 @given(text=TEXTS)
-def test_ids_are_ours_and_texts_come_back(pair, text):
+def test_ids_equal_ours_and_decode_to_the_text(pair, text):
     ours, theirs = pair
     tokens = theirs.encode(text, add_special_tokens=False)
     assert tokens == ours.encode(text)
@@ -51,7 +47,7 @@ def test_ids_are_ours_and_texts_come_back(pair, text):
     assert theirs.decode(theirs(text)["input_ids"][1:]) == text
 
 
-def test_names_of_tokens_and_ids_are_a_bijection(pair):
+def test_token_names_and_ids_map_one_to_one(pair):
     ours, theirs = pair
     names = theirs.convert_ids_to_tokens(list(range(ours.vocab_size)))
     assert len(set(names)) == len(theirs) == theirs.vocab_size == ours.vocab_size
@@ -59,7 +55,7 @@ def test_names_of_tokens_and_ids_are_a_bijection(pair):
     assert theirs.get_vocab() == {name: i for i, name in enumerate(names)}
 
 
-def test_bytes_that_are_no_utf8(pair):
+def test_invalid_utf8_is_decoded_according_to_errors(pair):
     ours, theirs = pair
     tokens = ours.encode("a\udcff\u00e9")
     assert theirs.encode("a\udcff\u00e9", add_special_tokens=False) == tokens
@@ -83,7 +79,7 @@ def test_batches_are_padded_on_the_left(pair):
     assert texts == ["dogs saw", "a"]
 
 
-def test_special_tokens_of_a_vocabulary_show_no_text(pair):
+def test_special_tokens_are_skipped_on_request(pair):
     ours, theirs = pair
     assert theirs.decode([ours.bos]) == ours.decode([ours.bos]).decode()
     assert theirs.decode([ours.bos], skip_special_tokens=True) == ""
@@ -91,7 +87,7 @@ def test_special_tokens_of_a_vocabulary_show_no_text(pair):
     assert theirs.unk_token_id is None
 
 
-def test_a_vocabulary_that_is_gone_is_not_taken_for_bytes(pair, tmp_path):
+def test_missing_vocabulary_file_is_rejected(pair, tmp_path):
     ours, theirs = pair
     theirs.save_pretrained(tmp_path)
     TransformerVQConfig().save_pretrained(tmp_path)

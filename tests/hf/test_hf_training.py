@@ -1,4 +1,4 @@
-"""A `Trainer` of transformers: weights and codebooks go as in a loop written out by hand."""
+"""Training with a transformers `Trainer` equals a hand-written loop."""
 
 import os
 import subprocess
@@ -53,7 +53,7 @@ def train(model, tmp_path, data, optimizer=None, callbacks=(), **options):
     return trainer
 
 
-def by_hand(core: TransformerVQ, data) -> None:
+def train_by_hand(core: TransformerVQ, data) -> None:
     optimizer = torch.optim.SGD(core.parameters(), LR)
     rows = torch.tensor([row["input_ids"] for row in data])
     for step in rows.split(4):
@@ -69,7 +69,7 @@ def by_hand(core: TransformerVQ, data) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_weights_and_codebooks_go_as_in_a_loop_by_hand(tmp_path, checkpointing):
+def test_trainer_equals_a_hand_written_loop(tmp_path, checkpointing):
     config = tiny_config(vocab_size=256, commit_coef=0.5)
     torch.manual_seed(1)
     core = TransformerVQ(config)
@@ -80,7 +80,7 @@ def test_weights_and_codebooks_go_as_in_a_loop_by_hand(tmp_path, checkpointing):
     data = windows(16)
     optimizer = torch.optim.SGD(model.parameters(), LR)
     trainer = train(model, tmp_path, data, optimizer, gradient_checkpointing=checkpointing)
-    by_hand(core, data)
+    train_by_hand(core, data)
 
     assert trainer.state.global_step == 4
     assert model.is_gradient_checkpointing is checkpointing
@@ -91,7 +91,7 @@ def test_weights_and_codebooks_go_as_in_a_loop_by_hand(tmp_path, checkpointing):
         assert name.endswith(("started", ".u", ".v")) or not torch.equal(want, before[name])
 
 
-def test_the_loss_falls_and_a_checkpoint_holds_what_was_learned(tmp_path):
+def test_trainer_lowers_the_loss_and_saves_the_model(tmp_path):
     tokenizer = TransformerVQTokenizer()
     core = TransformerVQ(tiny_config(vocab_size=256, codebook_init="keys", revive_below=0.01))
     model = TransformerVQForCausalLM.from_core(core)
@@ -126,13 +126,13 @@ def test_the_loss_falls_and_a_checkpoint_holds_what_was_learned(tmp_path):
     saved = TransformerVQForCausalLM.from_pretrained(tmp_path / "trainer" / "checkpoint-16")
     for name, want in model.state_dict().items():
         assert torch.equal(saved.state_dict()[name], want), name
-    assert saved.generation_config.pad_token_id == 0  # the Trainer took it from the tokenizer
+    assert saved.generation_config.pad_token_id == 0  # set by the Trainer from the tokenizer
     inputs = tokenizer("the cat", return_tensors="pt")
     without_mask = saved.generate(inputs.input_ids, max_new_tokens=10)
     assert torch.equal(without_mask, saved.generate(**inputs, max_new_tokens=10))
 
 
-def test_passes_are_noted_in_training_alone(model):
+def test_code_usage_is_collected_in_training_only(model):
     tokens = torch.tensor([[1, 2, 3]])
     model(tokens)
     assert model.code_usage is None
@@ -147,7 +147,7 @@ def test_passes_are_noted_in_training_alone(model):
     assert model.code_usage is None
 
 
-def test_a_step_that_the_optimizer_skipped_moves_no_codebook(model):
+def test_skipped_optimizer_step_leaves_codebooks_unchanged(model):
     class Optimizer:
         step_was_skipped = True
 
@@ -158,7 +158,7 @@ def test_a_step_that_the_optimizer_skipped_moves_no_codebook(model):
     assert torch.equal(model.model.branches[0].quantizer.c_sum, before)
 
 
-def test_saving_codebooks_that_were_left_behind_warns(model, tmp_path):
+def test_saving_without_codebook_updates_warns(model, tmp_path):
     model.train()(torch.tensor([[1, 2, 3]]))
     with pytest.warns(UserWarning, match="add CodebookCallback"):
         model.save_pretrained(tmp_path)
@@ -178,9 +178,9 @@ torch.manual_seed(0)
 config = tiny_config(codebook_init="keys", revive_below=0.1)
 core = TransformerVQ(config)
 model = TransformerVQForCausalLM.from_core(core).train()
-torch.manual_seed(rank)  # nothing may depend on it
+torch.manual_seed(rank)  # the result must not depend on it
 tokens = torch.randint(17, (8, 10), generator=torch.Generator().manual_seed(0))
-for part in range(2):  # rows are dealt out part after part, rank after rank
+for part in range(2):  # rows are distributed by micro-batch, then by rank
     first = 4 * part + 2 * rank
     model(tokens[first : first + 2])
 CodebookCallback().on_optimizer_step(None, None, None, model=model)
@@ -190,18 +190,18 @@ dist.all_gather_object(found, codebooks)
 assert all(torch.equal(found[0][name], found[1][name]) for name in codebooks)
 
 torch.manual_seed(0)
-alone = TransformerVQ(config)
-one = TransformerVQForCausalLM.from_core(alone).train()
+single_core = TransformerVQ(config)
+single = TransformerVQForCausalLM.from_core(single_core).train()
 dist.destroy_process_group()
-one(tokens)
-one.update_codebooks()
-for name, want in alone.named_buffers():
+single(tokens)
+single.update_codebooks()
+for name, want in single_core.named_buffers():
     torch.testing.assert_close(codebooks[name], want)
 """
 
 
 @pytest.mark.slow
-def test_codebooks_learn_from_all_processes(tmp_path):
+def test_codebooks_learn_from_all_ranks(tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", TWO_PROCESSES]
     children = [

@@ -1,18 +1,23 @@
 """The layers against Definition 3.1 written out from their weights."""
 
 import itertools
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_close, assert_same_gradients, block_starts
 
+import transformer_vq
 from transformer_vq import FullAttention, VQAttention
 from transformer_vq.ops.position import sinusoids
 
 D_MODEL, D_K, N_CODE, L = 16, 4, 7, 4
 HEAD_TYPES = ["shga", "mqa", "mha", "gqa"]
 REDUCTIONS = ["auto", "serial", "matmul", "associative", "input_scan"]
+
+PACKAGE = Path(transformer_vq.__file__).parent
 
 
 def make(kind: str, head_type: str, **options) -> VQAttention | FullAttention:
@@ -100,11 +105,11 @@ def test_full_attention_is_definition_3_1_without_quantization(head_type, cuts):
     assert_layer_is_the_definition(make("full", head_type), head_type, 17, cuts)
 
 
-def test_auto_works_in_segments_and_gives_the_same_result(monkeypatch):
+def test_auto_processes_long_inputs_in_segments(monkeypatch):
     """Small segments, so that a short sequence has several."""
     layer = make("vq", "mha", reduction="auto")
     monkeypatch.setattr("transformer_vq.nn.attention.AUTO_SCORES", 2 * 4 * (N_CODE + 2 * L) * 2 * L)
-    assert layer._segment_len(2, 100) == 2 * L
+    assert layer.segment_len(2, 100) == 2 * L
     assert_layer_is_the_definition(layer, "mha", 27)
     assert_layer_is_the_definition(
         make("vq", "mha", reduction="auto", checkpoint_activations=True), "mha", 27
@@ -147,7 +152,7 @@ def test_commit_loss_and_usage_do_not_depend_on_the_reduction(reduction):
 
 
 @pytest.mark.parametrize("kind", ["vq", "full"])
-def test_the_sinusoid_mask_lasts_for_a_sequence(kind):
+def test_the_sinusoid_mask_is_kept_for_a_sequence(kind):
     layer = make(kind, "shga", p_dropsin=0.5)
     x = torch.randn(2, 6, D_MODEL, dtype=torch.float64)
     first = layer(x).state
@@ -177,16 +182,16 @@ def test_the_sinusoid_mask_is_inverted_dropout_on_the_table():
     ("shape", "message"),
     [((2, 5), "want"), ((2, 0, D_MODEL), "tokens >= 1"), ((2, 5, D_MODEL + 1), str(D_MODEL))],
 )
-def test_input_of_another_shape_is_refused(shape, message):
+def test_input_of_another_shape_is_rejected(shape, message):
     with pytest.raises(ValueError, match=message):
         make("vq", "shga")(torch.zeros(shape, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("kind", ["vq", "full"])
-def test_a_state_of_another_batch_or_layer_is_refused(kind):
+def test_a_state_of_another_batch_or_layer_is_rejected(kind):
     layer = make(kind, "mha")
     x = torch.zeros(2, 5, D_MODEL, dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"batch of 3.*2 rows"):
+    with pytest.raises(ValueError, match=r"batch size of 3.*2 rows"):
         layer(x, layer.init_state(3))
     with pytest.raises(ValueError, match="another model"):
         layer(x, make(kind, "mqa").init_state(2))
@@ -195,7 +200,7 @@ def test_a_state_of_another_batch_or_layer_is_refused(kind):
         layer(x, other.init_state(2))
 
 
-def test_a_state_with_other_codes_or_blocks_is_refused():
+def test_a_state_with_other_codes_or_blocks_is_rejected():
     layer = make("vq", "shga")
     x = torch.zeros(2, 5, D_MODEL, dtype=torch.float64)
     for other in ({"n_code": 8}, {"block_len": 5}, {"compressive_cache": False}):
@@ -203,7 +208,7 @@ def test_a_state_with_other_codes_or_blocks_is_refused():
             layer(x, make("vq", "shga", **other).init_state(2))
 
 
-def test_impossible_layers_are_refused():
+def test_impossible_layers_are_rejected():
     with pytest.raises(ValueError, match="choose"):
         VQAttention(12, head_type="both")
     with pytest.raises(ValueError, match="n_kv_head"):
@@ -228,6 +233,23 @@ def test_heads_and_widths_can_be_chosen_freely():
     assert whole.state.k.shape == (2, 4, 4, 3)
     assert whole.state.cache.mean.shape == (2, 4, 6, 5)
     scaled = layer(3 * x).y
-    assert not torch.allclose(scaled, whole.y)  # with the norm only eps would tell them apart
+    assert not torch.allclose(scaled, whole.y)  # with the norm, only eps would make a difference
     normed = VQAttention(16, block_len=4, **options).double().eval()
     assert_close("normed", normed(3 * x).y, normed(x).y, tolerance=1e-5)
+
+
+def test_the_softmax_is_five_frames_from_forward(monkeypatch):
+    """A reader who steps into the layer finds the softmax soon."""
+    softmax, found = torch.Tensor.softmax, []
+
+    def traced(*args, **kwargs):
+        found.append([f for f in traceback.extract_stack() if PACKAGE in Path(f.filename).parents])
+        return softmax(*args, **kwargs)
+
+    layer = VQAttention(16, d_k=4, n_code=5, block_len=4)
+    monkeypatch.setattr(torch.Tensor, "softmax", traced)
+    layer(torch.randn(1, 9, 16))
+    assert found
+    for frames in found:
+        assert frames[0].name == "forward"
+        assert len(frames) <= 5

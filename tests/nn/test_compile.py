@@ -1,4 +1,4 @@
-"""torch.compile sees one whole graph, in training and in decoding.
+"""torch.compile compiles one graph without breaks, in training and in decoding.
 
 The backend "aot_eager" traces forward and backward as the default one does, without a C++ compiler.
 """
@@ -91,7 +91,7 @@ def test_decoding_in_place_compiles_once_and_computes_the_same(head_type):
     assert_close("logits", torch.stack(got, 1), model(x).logits[:, 8:])
 
 
-def test_ragged_batches_compile_once_for_all_layouts():
+def test_ragged_batches_compile_once_for_all_packings():
     """Where documents begin and what is padding are values, not shapes."""
     model = TransformerVQ(tiny_config(n_layer=1, head_type="mha"))
     x = torch.randint(model.config.vocab_size, (2, 7))
@@ -113,7 +113,7 @@ def test_ragged_batches_compile_once_for_all_layouts():
             check(seed)
 
 
-def test_nan_is_not_hidden_where_a_compiled_graph_cannot_check():
+def test_nan_propagates_through_compiled_graphs():
     model = TransformerVQ(tiny_config(n_layer=1, head_type="mqa"))
     with torch.no_grad():
         model.embed.weight[3] = torch.nan

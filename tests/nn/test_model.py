@@ -1,4 +1,4 @@
-"""The model as a whole: laws, options, saving, and clear refusals."""
+"""The model: split invariance, options, saving, and clear errors."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ def tokens(batch_size: int, seq_len: int, seed: int = 1) -> torch.Tensor:
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
 @given(cuts=st.sets(st.integers(1, 29), max_size=5))
 @settings(max_examples=12)
-def test_where_a_sequence_is_cut_does_not_matter(head_type, attention, cuts):
+def test_results_do_not_depend_on_the_cuts(head_type, attention, cuts):
     model = make(head_type=head_type, attention=attention, absolute_positions=True)
     torch.nn.init.ones_(model.positions.scale)
     x = tokens(2, 30)
@@ -66,7 +66,7 @@ def test_the_state_does_not_grow():
 
 
 @pytest.mark.parametrize("reduction", ["serial", "matmul", "associative", "input_scan"])
-def test_reductions_agree_in_the_whole_model(reduction):
+def test_reductions_agree_in_a_model(reduction):
     x = tokens(2, 27)
     got, want = make(reduction=reduction)(x), make(reduction="auto")(x)
     assert_close("logits", got.logits, want.logits)
@@ -75,8 +75,8 @@ def test_reductions_agree_in_the_whole_model(reduction):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
-def test_recomputation_changes_nothing(head_type, attention):
-    """Dropout included: what is computed again draws the same masks."""
+def test_activation_checkpointing_changes_nothing(head_type, attention):
+    """Recomputed activations use the same dropout masks."""
     drop = {"p_dropsin": 0.3, "p_dropres": 0.3, "p_droplyr": 0.3}
     config = tiny_config(head_type=head_type, attention=attention, **drop)
     x = tokens(2, 21)
@@ -97,7 +97,7 @@ def test_recomputation_changes_nothing(head_type, attention):
         assert_close(name, again_grads[name], grad)
 
 
-def test_layerdrop_keeps_its_draw_for_a_sequence_and_scales_what_is_kept():
+def test_layerdrop_is_drawn_once_per_sequence_and_rescaled():
     model = make(p_droplyr=0.5)
     first = model(tokens(64, 3)).state
     assert first.branch_keep.shape == (64, 4)
@@ -112,7 +112,7 @@ def test_layerdrop_keeps_its_draw_for_a_sequence_and_scales_what_is_kept():
     assert model(tokens(2, 3)).state.branch_keep is None
 
 
-def test_a_row_that_drops_every_branch_is_embedding_and_head_alone():
+def test_a_row_that_drops_every_branch_is_embedding_and_head():
     model = make(p_droplyr=0.5)
     x = tokens(2, 5)
     state = model(x).state
@@ -124,7 +124,7 @@ def test_a_row_that_drops_every_branch_is_embedding_and_head_alone():
     assert not torch.allclose(output.logits[1], F.linear(model.embed(x[1]), model.head.weight))
 
 
-def test_residual_dropout_is_drawn_afresh_and_off_in_evaluation():
+def test_residual_dropout_is_drawn_every_time_and_off_in_evaluation():
     model = make(p_dropres=0.5)
     x = tokens(2, 5)
     assert not torch.equal(model(x).logits, model(x).logits)
@@ -220,7 +220,7 @@ def test_a_saved_model_loads_with_config_weights_and_codebooks(tmp_path, overrid
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
-def test_a_file_that_is_no_model_is_refused_by_name(tmp_path):
+def test_a_file_that_is_not_a_model_is_rejected_by_name(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"not a model")
     with pytest.raises(ValueError, match=r"model\.safetensors is not a readable"):
@@ -235,13 +235,13 @@ def test_a_file_that_is_no_model_is_refused_by_name(tmp_path):
         (torch.zeros(5, dtype=torch.int64), "shape"),
         (torch.zeros(0, 5, dtype=torch.int64), "shape"),
         (torch.zeros(2, 0, dtype=torch.int64), "shape"),
-        (torch.zeros(2, 5), "want whole numbers"),
-        (torch.zeros(2, 5, dtype=torch.bool), "want whole numbers"),
+        (torch.zeros(2, 5), "want integers"),
+        (torch.zeros(2, 5, dtype=torch.bool), "want integers"),
         (torch.tensor([[1, 99]]), "token 99 is outside the vocabulary of 17"),
         (torch.tensor([[1, -1]]), "token -1 is outside"),
     ],
 )
-def test_bad_tokens_are_refused(bad, message):
+def test_bad_tokens_are_rejected(bad, message):
     with pytest.raises(ValueError, match=message):
         make()(bad)
 
@@ -251,9 +251,9 @@ def test_bytes_are_tokens_too():
     assert torch.equal(make()(x.to(torch.uint8)).logits, make()(x).logits)
 
 
-def test_a_state_of_another_model_or_batch_is_refused():
+def test_a_state_of_another_model_or_batch_is_rejected():
     model = make()
-    with pytest.raises(ValueError, match="batch of 3"):
+    with pytest.raises(ValueError, match="batch size of 3"):
         model(tokens(2, 5), model.init_state(3))
     with pytest.raises(ValueError, match="another model"):
         model(tokens(2, 5), make(n_layer=1).init_state(2))
@@ -263,7 +263,7 @@ def test_a_state_of_another_model_or_batch_is_refused():
         model.init_state(0)
 
 
-def test_weights_that_are_not_finite_are_noticed_at_the_quantizer():
+def test_weights_that_are_not_finite_are_reported_by_the_quantizer():
     model = make()
     with torch.no_grad():
         model.embed.weight[3] = torch.nan
@@ -287,7 +287,7 @@ def test_weights_that_are_not_finite_are_noticed_at_the_quantizer():
         ({"commit_coef": -1.0}, "commit_coef"),
     ],
 )
-def test_impossible_configs_are_refused(overrides, message):
+def test_impossible_configs_are_rejected(overrides, message):
     with pytest.raises(ValueError, match=message):
         tiny_config(**overrides)
 

@@ -11,18 +11,21 @@ from helpers import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_vq import CodeUsage, VectorQuantizer
+from transformer_vq import PRESETS, CodeUsage, VectorQuantizer
+from transformer_vq.nn import quantizer as quantizer_module
 from transformer_vq.nn.quantizer import token_priority
 
 B, H, T, K, S = 2, 3, 11, 4, 6
 
 
 def quantizer_and_keys(**options) -> tuple[VectorQuantizer, torch.Tensor]:
+    """With the paper's codebook (random, no revival) unless given otherwise."""
+    options = {"codebook_init": "random", "revive_below": 0.0, **options}
     quantizer = VectorQuantizer(S, K, H, **options).double()
     return quantizer, torch.randn(B, H, T, K, dtype=torch.float64, requires_grad=True)
 
 
-def test_each_key_becomes_its_nearest_codeword_to_the_last_bit():
+def test_each_key_is_replaced_bitwise_by_its_nearest_codeword():
     quantizer, k = quantizer_and_keys()
     k = k.detach()
     out = quantizer(k)
@@ -35,13 +38,13 @@ def test_each_key_becomes_its_nearest_codeword_to_the_last_bit():
                 assert torch.equal(out.k_hat[b, h, t], codebook[h, out.z[b, h, t]])
 
 
-def test_of_equally_near_codes_the_first_is_taken():
+def test_ties_go_to_the_first_code():
     quantizer = VectorQuantizer(3, 1)
     quantizer.c_sum.copy_(torch.tensor([[[-1.0], [1.0], [1.0]]]))
     assert quantizer(torch.tensor([0.0, 2.0]).view(1, 1, 2, 1)).z.flatten().tolist() == [0, 1]
 
 
-def test_the_gradient_goes_straight_through():
+def test_the_gradient_is_straight_through():
     quantizer, k = quantizer_and_keys()
     probe = torch.randn_like(k)
     (grad,) = torch.autograd.grad((quantizer(k).k_hat * probe).sum(), k)
@@ -68,7 +71,7 @@ def test_commit_loss_is_summed_over_width_and_heads_and_averaged_over_tokens(mas
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_update_is_the_running_mean_computed_by_hand(masked):
+def test_update_codebook_equals_the_moving_average_by_hand(masked):
     quantizer, k = quantizer_and_keys(ema_decay=0.9)
     valid = torch.rand(B, T) < 0.6 if masked else None
     out = quantizer(k, valid)
@@ -79,13 +82,13 @@ def test_update_is_the_running_mean_computed_by_hand(masked):
                 if valid is None or valid[b, t]:
                     want_sum[h, out.z[b, h, t]] += 0.1 * k[b, h, t].detach()
                     want_count[h, out.z[b, h, t]] += 0.1
-    quantizer.update(out.usage)
+    quantizer.update_codebook(out.usage)
     assert_close("sum", quantizer.c_sum, want_sum)
     assert_close("count", quantizer.c_count, want_count)
     assert_close("codebook", quantizer.codebook, want_sum / want_count[..., None])
 
 
-def test_forward_changes_no_codebook_in_training_or_evaluation():
+def test_forward_never_changes_a_codebook():
     quantizer, k = quantizer_and_keys(codebook_init="keys", revive_below=0.5)
     before = {name: buffer.clone() for name, buffer in quantizer.named_buffers()}
     for mode in (True, False):
@@ -95,7 +98,7 @@ def test_forward_changes_no_codebook_in_training_or_evaluation():
             assert torch.equal(buffer, before[name])
 
 
-def test_usages_of_two_halves_add_up_to_that_of_the_whole():
+def test_usages_of_two_halves_add_up():
     quantizer, k = quantizer_and_keys()
     whole = quantizer(k).usage
     halves = quantizer(k[:1]).usage + quantizer(k[1:]).usage
@@ -116,7 +119,7 @@ def test_health_of_a_known_usage():
     assert health.relative_error == pytest.approx(0.25)
 
 
-def test_perplexity_of_even_use_is_the_number_of_codes_and_of_collapse_one():
+def test_perplexity_is_n_code_if_uniform_and_one_if_collapsed():
     def perplexity(counts: list[float]) -> float:
         zeros = torch.zeros(1)
         return (
@@ -129,31 +132,31 @@ def test_perplexity_of_even_use_is_the_number_of_codes_and_of_collapse_one():
     assert perplexity([9.0, 0.0, 0.0, 0.0]) == pytest.approx(1.0)
 
 
-def test_codes_from_the_first_batch_are_keys_and_stay_learnable():
+def test_codes_start_as_keys_of_the_first_batch_and_keep_learning():
     quantizer, k = quantizer_and_keys(codebook_init="keys")
-    quantizer.update(quantizer(k).usage)
+    quantizer.update_codebook(quantizer(k).usage)
     for h in range(H):
         keys = k[:, h].reshape(-1, K)
         for codeword in quantizer.codebook[h]:
             assert (keys == codeword).all(-1).any()
     assert torch.equal(quantizer.c_count, torch.ones_like(quantizer.c_count))
     first = quantizer.codebook.clone()
-    quantizer.update(quantizer(k).usage)
+    quantizer.update_codebook(quantizer(k).usage)
     assert not torch.equal(quantizer.codebook, first)
     assert quantizer(k).usage.health().relative_error < 1.0
 
 
-def test_only_valid_keys_become_codes_also_when_there_are_few():
+def test_only_valid_keys_become_codes_even_if_there_are_few():
     quantizer, k = quantizer_and_keys(codebook_init="keys")
     valid = torch.zeros(B, T, dtype=torch.bool)
     valid[1, 4:6] = True
-    quantizer.update(quantizer(k, valid).usage)
+    quantizer.update_codebook(quantizer(k, valid).usage)
     for h in range(H):
         for codeword in quantizer.codebook[h]:
             assert (k[1, h, 4:6] == codeword).all(-1).any()
 
 
-def test_candidates_come_from_the_part_that_has_tokens():
+def test_candidates_come_from_the_usage_that_has_tokens():
     quantizer, k = quantizer_and_keys(codebook_init="keys")
     nothing = quantizer(torch.zeros_like(k), torch.zeros(B, T, dtype=torch.bool)).usage
     something = quantizer(k).usage
@@ -162,7 +165,7 @@ def test_candidates_come_from_the_part_that_has_tokens():
 
 
 @given(n_parts=st.integers(1, 5), seed=st.integers(0, 99), padding=st.booleans())
-def test_candidates_do_not_depend_on_how_a_batch_is_divided(n_parts, seed, padding):
+def test_candidates_do_not_depend_on_how_a_batch_is_split(n_parts, seed, padding):
     generator = torch.Generator().manual_seed(seed)
     quantizer, k = quantizer_and_keys(codebook_init="keys")
     priority = torch.randint(2**62, (B, T), generator=generator)
@@ -183,11 +186,11 @@ def test_candidates_do_not_depend_on_how_a_batch_is_divided(n_parts, seed, paddi
     others = [VectorQuantizer(S, K, H, codebook_init="keys").double() for _ in range(2)]
     others[1].load_state_dict(others[0].state_dict())
     for other, usage in zip(others, (whole, merged), strict=True):
-        other.update(usage)
+        other.update_codebook(usage)
     assert_close("codebook", others[1].codebook, others[0].codebook)
 
 
-def test_evaluation_draws_no_random_number_and_offers_no_candidates():
+def test_evaluation_draws_no_random_number_and_has_no_candidates():
     quantizer, k = quantizer_and_keys(codebook_init="keys", revive_below=0.1)
     before = torch.get_rng_state()
     assert quantizer.eval()(k).usage.candidates is None
@@ -195,7 +198,7 @@ def test_evaluation_draws_no_random_number_and_offers_no_candidates():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_priority_of_a_token_depends_on_its_row_and_place_alone():
+def test_the_priority_of_a_token_depends_only_on_row_and_place():
     whole = token_priority(6, 9)
     assert len(whole.unique()) == whole.numel()
     assert torch.equal(token_priority(2, 9, first_row=4), whole[4:])
@@ -213,19 +216,18 @@ def test_unused_codes_are_revived_with_sum_and_count_together():
     with torch.no_grad():
         quantizer.c_sum[:, 0] = 1e6  # far from all keys
         quantizer.c_count[:, 0] = 0.05
-    quantizer.update(quantizer(k).usage)
+    quantizer.update_codebook(quantizer(k).usage)
     assert torch.equal(quantizer.c_count[:, 0], torch.ones(H, dtype=torch.float64))
     for h in range(H):
         assert (k[:, h].reshape(-1, K) == quantizer.codebook[h, 0]).all(-1).any()
-    other = VectorQuantizer(S, K, H).double()
-    assert other(k).usage.candidates is None  # off by default
+    assert quantizer_and_keys()[0](k).usage.candidates is None
 
 
-def test_an_unused_code_keeps_its_place_while_it_fades():
-    quantizer = VectorQuantizer(2, 1)
+def test_an_unused_codeword_stays_while_its_count_decays():
+    quantizer = VectorQuantizer(2, 1, codebook_init="random", revive_below=0.0)
     quantizer.c_sum.copy_(torch.tensor([[[0.0], [100.0]]]))
     for _ in range(100):
-        quantizer.update(quantizer(torch.zeros(1, 1, 3, 1)).usage)
+        quantizer.update_codebook(quantizer(torch.zeros(1, 1, 3, 1)).usage)
     assert float(quantizer.codebook[0, 1]) == pytest.approx(100.0, rel=1e-5)
     assert float(quantizer.c_count[0, 1]) == pytest.approx(0.99**100, rel=1e-5)
 
@@ -242,7 +244,7 @@ def test_codebooks_stay_float32_in_a_bfloat16_model():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_keys_that_are_not_finite_are_refused(bad):
+def test_keys_that_are_not_finite_are_rejected(bad):
     quantizer, k = quantizer_and_keys()
     k = k.detach().clone()
     k[0, 1, 2, 3] = bad
@@ -250,14 +252,37 @@ def test_keys_that_are_not_finite_are_refused(bad):
         quantizer(k)
 
 
-def test_an_unknown_way_to_begin_is_refused():
+def test_an_unknown_codebook_init_is_rejected():
     with pytest.raises(ValueError, match="choose 'random' or 'keys'"):
         VectorQuantizer(S, K, codebook_init="zeros")
 
 
-def test_keys_and_usages_of_another_shape_are_refused():
+def test_keys_and_usages_of_another_shape_are_rejected():
     quantizer, k = quantizer_and_keys()
     with pytest.raises(ValueError, match=r"want \[b, 3, t, 4\]"):
         quantizer(k[:, :2])
     with pytest.raises(ValueError, match="cannot update"):
-        VectorQuantizer(S + 1, K, H).update(quantizer(k).usage)
+        VectorQuantizer(S + 1, K, H).update_codebook(quantizer(k).usage)
+
+
+def test_defaults_are_those_of_the_cpu_presets():
+    quantizer, model = VectorQuantizer(S, K), PRESETS["tiny"].model
+    assert quantizer.codebook_init == model.codebook_init
+    assert quantizer.revive_below == model.revive_below
+
+
+def test_training_without_codebook_updates_gives_a_warning(monkeypatch):
+    monkeypatch.setattr(quantizer_module, "MAX_UNUSED", 3)
+    quantizer, k = quantizer_and_keys()
+    usages = [quantizer(k).usage for _ in range(2)]
+    with pytest.warns(UserWarning, match="3 training passes without an update of the codebook"):
+        quantizer(k)
+    quantizer(k)  # once is enough
+    quantizer.update_codebook(usages[0] + usages[1])
+    for _ in range(2):
+        quantizer(k)
+    quantizer.eval()
+    for _ in range(3):
+        quantizer(k)
+    with torch.no_grad():
+        quantizer.train()(k)

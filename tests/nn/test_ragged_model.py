@@ -1,4 +1,4 @@
-"""Padding and documents at the surface: the model and the layer."""
+"""Padding and documents in the model and the layer."""
 
 from itertools import pairwise
 
@@ -26,7 +26,7 @@ def tokens(batch_size: int, seq_len: int, seed: int = 1) -> torch.Tensor:
 
 
 def run(model, x, cuts=(), **ragged):
-    """Logits of all segments, tokens that count per segment, outputs."""
+    """Return the logits of all segments, and the outputs."""
     state, outputs = None, []
     for start, stop in pairwise([0, *cuts, x.shape[1]]):
         part = {name: value[:, start:stop] for name, value in ragged.items()}
@@ -50,7 +50,7 @@ def total_usage(outputs):
     reduction=st.sampled_from(["auto", "serial", "matmul", "associative", "input_scan"]),
 )
 @settings(max_examples=8)
-def test_packed_documents_equal_each_run_alone(head_type, attention, lengths, cuts, reduction):
+def test_packed_documents_equal_separate_documents(head_type, attention, lengths, cuts, reduction):
     model = make(head_type=head_type, attention=attention, reduction=reduction, n_layer=1)
     total = sum(lengths)
     x = tokens(1, total)
@@ -76,7 +76,7 @@ def test_packed_documents_equal_each_run_alone(head_type, attention, lengths, cu
     seed=st.integers(0, 99),
 )
 @settings(max_examples=8)
-def test_a_padded_batch_equals_its_rows_run_alone(head_type, attention, side, cuts, seed):
+def test_a_padded_batch_equals_separate_rows(head_type, attention, side, cuts, seed):
     model = make(head_type=head_type, attention=attention, n_layer=1)
     x = tokens(3, 26, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -100,7 +100,7 @@ def test_a_padded_batch_equals_its_rows_run_alone(head_type, attention, side, cu
         assert_close("commit loss", outputs[0].commit_loss, want_loss / sum(n_tokens))
 
 
-def test_rows_at_different_positions_go_on_together():
+def test_rows_at_different_positions_continue_together():
     """A left-padded prompt, then one token at a time for all rows: batched generation."""
     model = make()
     lengths = [13, 4, 7]
@@ -118,7 +118,7 @@ def test_rows_at_different_positions_go_on_together():
 
 
 def test_rows_may_pause():
-    """A row whose tokens are all padding stays where it is."""
+    """A row whose tokens are all padding keeps its state."""
     model = make()
     x = tokens(2, 9)
     before = model(x).state
@@ -131,7 +131,7 @@ def test_rows_may_pause():
     assert_close("next", model(x[:, :1], after).logits[1], model(x[:, :1], before).logits[1])
 
 
-def test_a_reset_between_windows_is_a_document_that_ends_there():
+def test_a_reset_between_windows_ends_the_document():
     model = make()
     x = tokens(2, 24)
     ids = torch.zeros(2, 24, dtype=torch.int64)
@@ -143,7 +143,7 @@ def test_a_reset_between_windows_is_a_document_that_ends_there():
 
 
 @pytest.mark.parametrize("reduction", ["auto", "input_scan"])
-def test_recomputation_changes_nothing_for_ragged_batches(reduction):
+def test_activation_checkpointing_changes_nothing_for_ragged_batches(reduction):
     x, valid = tokens(2, 22), torch.rand(2, 22) < 0.8
     ids = torch.arange(22).expand(2, -1) // 6
     grads = []
@@ -168,20 +168,20 @@ def test_padding_gets_no_gradient():
     assert x.grad[valid].any()
 
 
-def test_bad_layouts_are_refused_at_the_surface():
+def test_bad_packings_are_rejected():
     model = make()
     x = tokens(2, 6)
     with pytest.raises(ValueError, match="valid has shape"):
         model(x, valid=torch.ones(2, 5, dtype=torch.bool))
-    with pytest.raises(ValueError, match="comes back"):
+    with pytest.raises(ValueError, match="reappears"):
         model(x, document_ids=torch.tensor([[0, 1, 0, 1, 0, 1]] * 2))
-    with pytest.raises(ValueError, match="not known"):
+    with pytest.raises(ValueError, match="is unknown"):
         model(x, model(x).state, document_ids=torch.zeros_like(x))
-    with pytest.raises(ValueError, match="batch of 3"):
+    with pytest.raises(ValueError, match="batch size of 3"):
         model(x, model.init_state(3), valid=x >= 0)
 
 
-def test_what_stands_in_padding_does_not_matter_even_if_it_is_nan():
+def test_the_content_of_padding_is_ignored_even_if_nan():
     layer = VQAttention(16, d_k=8, n_code=7, block_len=4).double()
     x = torch.randn(2, 14, 16, dtype=torch.float64)
     valid = torch.arange(14) >= torch.tensor([[5], [0]])

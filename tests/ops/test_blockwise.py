@@ -22,7 +22,7 @@ def squared_relu(scores: torch.Tensor) -> torch.Tensor:
 
 
 def run(inputs, cuts=(), compressive_cache=True, **options):
-    """The sequence in segments, the state carried with its gradient."""
+    """Run the sequence in segments; the state carries gradients."""
     state = inputs.empty_state(compressive_cache)
     edges = [0, *cuts, inputs.q.shape[-2]]
     outputs = []
@@ -48,7 +48,7 @@ def test_blockwise_equals_the_definition(reduction, heads, seq_len, phi):
 @pytest.mark.parametrize("cuts", [(1,), (L,), (5, 6), (2 * L + 1,), (3, 7, 19)])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_an_incoming_state_changes_neither_result_nor_gradient(reduction, heads, cuts):
+def test_an_incoming_state_keeps_results_and_gradients(reduction, heads, cuts):
     """Gradients flow through the state; which keys get one depends on where blocks begin."""
     h, g = HEADS[heads]
     inputs = attention_inputs(27, h=h, g=g, block_len=L, requires_grad=True)
@@ -66,7 +66,7 @@ def test_an_incoming_state_changes_neither_result_nor_gradient(reduction, heads,
     heads=st.sampled_from(sorted(HEADS)),
     data=st.data(),
 )
-def test_where_a_sequence_is_cut_does_not_matter(seq_len, block_len, b, reduction, heads, data):
+def test_results_do_not_depend_on_the_cuts(seq_len, block_len, b, reduction, heads, data):
     h, g = HEADS[heads]
     inner = st.integers(1, max(1, seq_len - 1))
     cuts = data.draw(st.sets(inner, max_size=6)) if seq_len > 1 else set()
@@ -86,7 +86,7 @@ def test_where_a_sequence_is_cut_does_not_matter(seq_len, block_len, b, reductio
 
 
 @pytest.mark.parametrize("cuts", [(), (1, 6), (L, 3 * L), tuple(range(1, 27))])
-def test_without_the_cache_only_the_last_block_len_tokens_are_seen(cuts):
+def test_without_the_cache_attention_is_limited_to_block_len_tokens(cuts):
     inputs = attention_inputs(27, block_len=L, requires_grad=True)
     got, state = run(inputs, cuts, compressive_cache=False)
     want = reference(inputs, window_only=True, cuts=cuts)
@@ -97,7 +97,7 @@ def test_without_the_cache_only_the_last_block_len_tokens_are_seen(cuts):
 
 @pytest.mark.parametrize("cuts", [(), (5, 6, 18)])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_without_gradient_through_the_cache_old_values_get_none(reduction, cuts):
+def test_without_gradient_through_the_cache_old_values_get_no_gradient(reduction, cuts):
     inputs = attention_inputs(27, block_len=L, requires_grad=True)
     got, _ = run(inputs, cuts, reduction=reduction, grad_through_cache=False)
     assert_close("output", got, reference(inputs))
@@ -135,7 +135,7 @@ def test_rows_of_a_state_can_be_selected_and_repeated():
     assert_close("output", got, reference(inputs)[rows][..., 11:, :])
 
 
-def test_a_row_that_is_reset_begins_a_new_sequence_beside_the_others():
+def test_a_reset_row_starts_a_new_sequence():
     inputs = attention_inputs(20, b=3, block_len=L)
     _, state = vq_attention(*inputs.part(0, 11), inputs.empty_state())
     state = state.reset(torch.tensor([False, True, False]))
@@ -143,7 +143,7 @@ def test_a_row_that_is_reset_begins_a_new_sequence_beside_the_others():
     got, state = vq_attention(*inputs.part(11, 20), state)
     separate, _ = vq_attention(*inputs.part(11, 20), inputs.empty_state())
     want = reference(inputs)[..., 11:, :]
-    assert_close("rows that go on", got[[0, 2]], want[[0, 2]])
+    assert_close("rows that continue", got[[0, 2]], want[[0, 2]])
     assert_close("row that begins", got[1], separate[1])
     assert state.position.tolist() == [20, 9, 20]
 
@@ -174,7 +174,7 @@ def test_full_precision_inside_equals_float64_within_float32():
 
 
 def test_quadratic_reference_without_key_mask_differs_only_in_gradients():
-    """The stop-gradient of the reference is the whole difference to Definition 3.1 as written."""
+    """The stop-gradient of the reference is its only difference from Definition 3.1."""
     inputs = attention_inputs(27, block_len=L, requires_grad=True)
     plain = quadratic_attention(
         inputs.q, inputs.k_hat, inputs.v, distance_bias(inputs.by_distance, L)
@@ -192,3 +192,31 @@ def test_quadratic_reference_without_key_mask_differs_only_in_gradients():
     assert_close("gradient of v", grads[0]["v"], grads[1]["v"])
     assert_close("gradient of q", grads[0]["q"], grads[1]["q"])
     assert not torch.allclose(grads[0]["k"], grads[1]["k"])
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("cache", [True, False])
+def test_positional_scores_are_optional(reduction, cache):
+    """None gives the outputs, gradients and state of positional scores that are all zero."""
+    inputs = attention_inputs(21, h=2, g=2, requires_grad=True)
+    q, k_hat, z, v, codebook, by_distance = inputs.part(0, 21)
+    state = inputs.empty_state(cache)
+    found = []
+    for bias in (None, torch.zeros_like(by_distance)):
+        output, after = vq_attention(q, k_hat, z, v, codebook, bias, state, reduction=reduction)
+        gradients = torch.autograd.grad(output.square().sum(), (inputs.q, inputs.v))
+        found.append((output, *gradients, after.k, after.v))
+    for got, want in zip(*found, strict=True):
+        assert_close("without positional scores", got, want)
+
+
+def test_a_new_sequence_needs_no_state():
+    inputs = attention_inputs(21)
+    q, k_hat, z, v, codebook, by_distance = inputs.part(0, 21)
+    window_len = by_distance.shape[-1] - 1
+    got, state = vq_attention(q, k_hat, z, v, codebook, by_distance)
+    want, _ = vq_attention(q, k_hat, z, v, codebook, by_distance, inputs.empty_state())
+    assert_close("output", got, want)
+    assert state.k.shape[-2] == window_len
+    _, state = vq_attention(q, k_hat, z, v, codebook, block_len=5)
+    assert state.k.shape[-2] == 5

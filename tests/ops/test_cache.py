@@ -29,7 +29,7 @@ def test_merge_is_associative(a, b, c):
 
 
 @given(stats)
-def test_the_empty_cache_is_the_identity_to_the_last_bit(a):
+def test_the_empty_cache_is_the_bitwise_identity(a):
     empty = CacheStats.empty(2, N_CODE, D_V, dtype=torch.float64)
     for merged in (merge(a, empty), merge(empty, a)):
         assert torch.equal(merged.mean, a.mean)
@@ -42,7 +42,7 @@ def test_merge_is_commutative(a, b):
 
 
 @given(st.integers(0, 2**31), st.integers(0, 40), st.integers(0, 40))
-def test_merging_two_stretches_equals_counting_both(seed, n_first, n_second):
+def test_merge_equals_the_statistics_of_both_token_sets(seed, n_first, n_second):
     generator = torch.Generator().manual_seed(seed)
     z = torch.randint(N_CODE, (2, n_first + n_second), generator=generator)
     v = torch.randn(2, n_first + n_second, D_V, generator=generator, dtype=torch.float64)

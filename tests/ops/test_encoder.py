@@ -1,4 +1,4 @@
-"""Theorems 3.4 and 3.5: without a mask, S codewords stand for all T keys."""
+"""Theorems 3.4 and 3.5: without a mask, S codewords represent all T keys."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_encoder_attention_equals_the_quadratic_form(seq_len, h, g, phi):
         assert_close(f"gradient of {name}", got_grad, want_grad)
 
 
-def test_positions_that_are_not_valid_are_not_attended_to():
+def test_invalid_positions_are_not_attended_to():
     inputs = attention_inputs(9)
     valid = torch.tensor([[True] * 9, [True] * 5 + [False] * 4])
     got = encoder_attention(inputs.q, inputs.z, inputs.v, inputs.codebook, valid=valid)

@@ -1,4 +1,4 @@
-"""The fast form equals the plain one, forward and backward, whatever the size of its tiles."""
+"""The fused attention equals the plain one, forward and backward, for any tile size."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -17,20 +17,20 @@ HEADS = {"shga": (1, 1), "mqa": (1, 3), "mha": (3, 1)}
 
 
 def run(inputs, reduction, cuts=(), *, starts=None, valid=None, cache=True, **options):
-    """In segments, the state carried with its gradient; documents begin where `starts` says."""
+    """Run in segments; the state carries gradients. Documents start at `starts`."""
     state, outputs = inputs.empty_state(cache), []
     ids = None if starts is None else starts.cumsum(1)
     for start, stop in pairwise([0, *cuts, inputs.q.shape[-2]]):
-        layout = read_packing(
+        packing = read_packing(
             state,
             stop - start,
             None if valid is None else valid[:, start:stop],
             None if ids is None else ids[:, start:stop],
         )
         output, after = vq_attention(
-            *inputs.part(start, stop), state, reduction=reduction, layout=layout, **options
+            *inputs.part(start, stop), state, reduction=reduction, packing=packing, **options
         )
-        document = None if layout is None else layout.document
+        document = None if packing is None else packing.document
         state = replace(after, document=document)
         outputs.append(output)
     return torch.cat(outputs, dim=-2), state
@@ -52,7 +52,7 @@ def assert_equal_forms(inputs, cuts=(), **options):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("seq_len", [3, 8, 37])
-def test_nothing_is_read_before_it_is_written(heads, seq_len):
+def test_fused_attention_never_reads_uninitialized_memory(heads, seq_len):
     h, g = HEADS[heads]
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
@@ -67,7 +67,7 @@ def test_nothing_is_read_before_it_is_written(heads, seq_len):
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("rows", [1, 2, 5, 8])
 @pytest.mark.parametrize("seq_len", [1, 4, 7, 8, 16, 37])
-def test_tiles_of_any_size(monkeypatch, heads, rows, seq_len):
+def test_fused_attention_equals_plain_for_any_tile_size(monkeypatch, heads, rows, seq_len):
     monkeypatch.setattr(tiles, "ROWS", rows)
     h, g = HEADS[heads]
     assert_equal_forms(attention_inputs(seq_len, h=h, g=g, block_len=8, requires_grad=True))
@@ -77,7 +77,7 @@ def test_tiles_of_any_size(monkeypatch, heads, rows, seq_len):
 @pytest.mark.parametrize("grad_through_cache", [True, False])
 @pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize("cuts", [(), (3,), (8, 16), (1, 9, 30)])
-def test_every_option(monkeypatch, cache, grad_through_cache, looks, cuts):
+def test_fused_equals_plain_for_every_option(monkeypatch, cache, grad_through_cache, looks, cuts):
     monkeypatch.setattr(tiles, "ROWS", 3)
     if not looks:  # as on a GPU, where empty slots are attended to with weight zero
         monkeypatch.setattr(fused, "_is_known_empty", lambda state: False)
@@ -86,7 +86,7 @@ def test_every_option(monkeypatch, cache, grad_through_cache, looks, cuts):
 
 
 def assembled_states(inputs):
-    """States that a user could put together from an empty one and one that has seen 21 tokens."""
+    """Return states assembled by hand from an empty one and one that has seen 21 tokens."""
     empty = inputs.empty_state()
     _, seen = vq_attention(*inputs.part(0, 21), empty, reduction="serial")
     one, other = torch.tensor([True, False]), torch.tensor([1, 0])
@@ -101,7 +101,7 @@ def assembled_states(inputs):
     yield "counts only", replace(empty, cache=replace(empty.cache, count=seen.cache.count))
 
 
-def test_states_put_together_by_hand_give_the_result_of_the_reference():
+def test_states_assembled_by_hand_equal_the_reference():
     inputs = attention_inputs(40, h=2, g=2, block_len=8)
     for name, state in assembled_states(inputs):
         for seq_len in (1, 8, 19):
@@ -142,8 +142,8 @@ def test_documents_and_padding(seq_len, block_len, rows, heads, cuts, ragged, se
 
 
 @pytest.mark.parametrize("heads", HEADS)
-def test_bfloat16_stays_near(heads):
-    """Both forms against float64: the fast one is no further away than the tolerance allows."""
+def test_bfloat16_is_close_to_float64(heads):
+    """Compare both implementations with float64, within the tolerance."""
     h, g = HEADS[heads]
     sizes = {"h": h, "g": g, "block_len": 16, "d_k": 32, "d_v": 32, "n_code": 20}
     low = attention_inputs(100, dtype=torch.bfloat16, requires_grad=True, **sizes)
@@ -164,7 +164,7 @@ def test_bfloat16_stays_near(heads):
         assert_close(f"gradient of {name}", a, b.to(a.dtype))
 
 
-def test_nothing_is_kept_without_a_gradient():
+def test_nothing_is_saved_without_gradients():
     inputs = attention_inputs(40)
     with torch.no_grad():
         output, _ = run(inputs, "auto")
@@ -173,7 +173,7 @@ def test_nothing_is_kept_without_a_gradient():
 
 
 def test_codes_without_tokens_in_the_cache_have_no_weight():
-    """Also where a code's mean is anything at all."""
+    """The mean of such a code is arbitrary."""
     inputs = attention_inputs(20, n_code=50)
     _, state = run(inputs, "auto")
     assert (state.cache.count == 0).any()

@@ -8,6 +8,7 @@ from helpers import assert_close, assert_same_gradients, attention_inputs, refer
 
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.decode import Ring, attend_one_
+from transformer_vq.ops.inputs import AttentionInputs
 from transformer_vq.ops.minimal import minimal_vq_attention
 
 HEADS = {"shga": (1, 1), "mqa": (1, 3), "mha": (3, 1), "gqa": (2, 3)}
@@ -52,6 +53,6 @@ def test_minimal_equals_decoding_token_by_token():
     for t in range(30):
         q, k_hat, z, v, codebook, by_distance = inputs.part(t, t + 1)
         token = (q[..., 0, :], k_hat[..., 0, :], z[..., 0], v[..., 0, :])
-        outputs.append(attend_one_(*token, codebook, by_distance[..., 0, :], ring))
+        outputs.append(attend_one_(AttentionInputs(*token, codebook, by_distance[..., 0, :]), ring))
     assert_close("output", torch.stack(outputs, dim=-2), want)
     assert_same_state(ring.state(), want_state)

@@ -24,7 +24,7 @@ def test_sinusoids_are_sines_then_cosines():
         assert got[row].tolist() == pytest.approx(want, abs=1e-15)
 
 
-def test_relative_sinusoids_stand_farthest_first():
+def test_relative_sinusoids_are_ordered_farthest_first():
     table = relative_sinusoids(3, 4, 1e5, torch.float64)
     assert torch.equal(table, sinusoids(torch.tensor([3, 2, 1, 0]), 4, 1e5, torch.float64))
 

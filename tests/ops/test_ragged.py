@@ -1,4 +1,4 @@
-"""Padding and documents in linear time: each document, each padded row, as if it stood separate."""
+"""Padding and documents in linear time: documents and padded rows equal separate sequences."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -28,13 +28,13 @@ LENGTHS = st.lists(st.sampled_from([1, 2, 3, 4, 5, 8, 9, 13, 16, 21]), min_size=
 
 
 def ids_of(lengths: list[int]) -> torch.Tensor:
-    """Ids in no particular order: only where they change matters."""
+    """Return ids in arbitrary order: only changes matter."""
     ids = [(7 * n) % 31 for n in range(len(lengths))]
     return torch.tensor(ids).repeat_interleave(torch.tensor(lengths))
 
 
 def rows_of(inputs: Inputs, row: int, index: torch.Tensor) -> Inputs:
-    """One row's tokens at the given places, as a sequence of its own."""
+    """Return the tokens of one row at the given places as a separate sequence."""
     at = slice(row, row + 1)
     return Inputs(
         inputs.q[at][..., index, :],
@@ -48,15 +48,15 @@ def rows_of(inputs: Inputs, row: int, index: torch.Tensor) -> Inputs:
 
 
 def run(inputs, cuts, *, document_ids=None, valid=None, cache=True, **options):
-    """In segments, with the state carried, outputs in the order of the input."""
+    """Run in segments with a carried state; return outputs in the order of the input."""
     state, outputs = inputs.empty_state(cache), []
     for start, stop in pairwise([0, *cuts, inputs.q.shape[-2]]):
         ids = None if document_ids is None else document_ids[:, start:stop]
         counted = None if valid is None else valid[:, start:stop]
-        layout = read_packing(state, stop - start, counted, ids)
+        packing = read_packing(state, stop - start, counted, ids)
         q, k_hat, z, v, codebook, by_distance = inputs.part(start, stop)
-        if layout is not None and layout.order is not None:
-            order = layout.order
+        if packing is not None and packing.order is not None:
+            order = packing.order
 
             def gather(x, order=order):
                 index = order.view(len(order), *[1] * (x.ndim - 3), -1, 1).expand_as(x)
@@ -65,11 +65,11 @@ def run(inputs, cuts, *, document_ids=None, valid=None, cache=True, **options):
             q, k_hat, v, by_distance = (gather(x) for x in (q, k_hat, v, by_distance))
             z = gather(z.unsqueeze(-1)).squeeze(-1)
         output, state = vq_attention(
-            q, k_hat, z, v, codebook, by_distance, state, layout=layout, **options
+            q, k_hat, z, v, codebook, by_distance, state, packing=packing, **options
         )
-        state = state if layout is None else replace(state, document=layout.document)
-        if layout is not None and layout.order is not None:
-            output = layout.scatter(output.movedim(-2, 1)).movedim(1, -2)
+        state = state if packing is None else replace(state, document=packing.document)
+        if packing is not None and packing.order is not None:
+            output = packing.scatter(output.movedim(-2, 1)).movedim(1, -2)
         outputs.append(output)
     return torch.cat(outputs, dim=-2), state
 
@@ -81,7 +81,7 @@ def run(inputs, cuts, *, document_ids=None, valid=None, cache=True, **options):
     heads=st.sampled_from(sorted(HEADS)),
     cache=st.booleans(),
 )
-def test_packed_documents_equal_each_run_alone(lengths, cuts, reduction, heads, cache):
+def test_packed_documents_equal_separate_documents(lengths, cuts, reduction, heads, cache):
     h, g = HEADS[heads]
     total = max(sum(row) for row in lengths)
     lengths = [[*row, *([total - sum(row)] if sum(row) < total else [])] for row in lengths]
@@ -135,7 +135,7 @@ def test_gradients_equal_those_of_the_reference_with_the_document_mask(reduction
     reduction=st.sampled_from(REDUCTIONS),
     seed=st.integers(0, 1000),
 )
-def test_a_padded_batch_equals_its_rows_run_alone(seq_len, kind, cuts, reduction, seed):
+def test_a_padded_batch_equals_separate_rows(seq_len, kind, cuts, reduction, seed):
     generator = torch.Generator().manual_seed(seed)
     inputs = attention_inputs(seq_len, b=3, block_len=L, seed=seed)
     if kind == "anywhere":
@@ -169,31 +169,31 @@ def test_padding_and_documents_together(lengths, cuts, seed):
             assert_close("document", got[..., index, :], reference(rows_of(inputs, 0, index)))
 
 
-def test_starts_become_ids_that_go_on_across_segments():
+def test_document_ids_from_starts_continue_across_segments():
     inputs = attention_inputs(10, b=1, block_len=L)
     starts = torch.tensor([[1, 0, 0, 1, 0, 0, 0, 1, 0, 0]], dtype=torch.bool)
     whole, _ = run(inputs, (), document_ids=document_ids_from_starts(starts))
     state, parts = inputs.empty_state(), []
     for start, stop in ((0, 5), (5, 7), (7, 10)):
         ids = document_ids_from_starts(starts[:, start:stop], state.document)
-        layout = read_packing(state, stop - start, None, ids)
-        output, state = vq_attention(*inputs.part(start, stop), state, layout=layout)
-        state = replace(state, document=layout.document)
+        packing = read_packing(state, stop - start, None, ids)
+        output, state = vq_attention(*inputs.part(start, stop), state, packing=packing)
+        state = replace(state, document=packing.document)
         parts.append(output)
     assert_close("output", torch.cat(parts, dim=-2), whole)
 
 
-def test_plain_input_has_no_layout():
+def test_plain_input_has_no_packing():
     assert read_packing(attention_inputs(3).empty_state(), 3) is None
 
 
-def test_gather_and_scatter_are_inverse_but_for_padding():
+def test_scatter_inverts_gather_except_for_padding():
     valid = torch.tensor([[False, True, True, False], [True, False, True, True]])
     state = attention_inputs(4).empty_state()
-    layout = read_packing(state, 4, valid)
+    packing = read_packing(state, 4, valid)
     x = torch.randn(2, 4, 3)
-    assert torch.equal(layout.gather(x)[0, :2], x[0, 1:3])
-    assert torch.equal(layout.scatter(layout.gather(x)), x * valid[..., None])
+    assert torch.equal(packing.gather(x)[0, :2], x[0, 1:3])
+    assert torch.equal(packing.scatter(packing.gather(x)), x * valid[..., None])
     assert Packing(torch.zeros(2, 4)).valid is None
 
 
@@ -203,27 +203,27 @@ def test_gather_and_scatter_are_inverse_but_for_padding():
         ({"valid": torch.ones(2, 3)}, "want torch.bool"),
         ({"valid": torch.ones(2, 4, dtype=torch.bool)}, r"shape \(2, 4\), want \(2, 3\)"),
         ({"document_ids": torch.zeros(2, dtype=torch.int64)}, "shape"),
-        ({"document_ids": torch.zeros(2, 3)}, "whole numbers"),
-        ({"document_ids": torch.tensor([[0, 0, 0], [1, 2, 1]])}, "comes back in row 1"),
+        ({"document_ids": torch.zeros(2, 3)}, "integers"),
+        ({"document_ids": torch.tensor([[0, 0, 0], [1, 2, 1]])}, "reappears in row 1"),
         ({"document_ids": torch.tensor([[0, 0, -1], [0, 0, 0]])}, "negative"),
     ],
 )
-def test_malformed_or_contradictory_input_is_refused(arguments, message):
+def test_malformed_or_contradictory_input_is_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         read_packing(attention_inputs(3).empty_state(), 3, **arguments)
 
 
-def test_documents_after_a_state_without_documents_are_refused():
+def test_documents_after_a_state_without_documents_are_rejected():
     inputs = attention_inputs(6, block_len=L)
     _, state = vq_attention(*inputs.part(0, 3), inputs.empty_state())
     ids = torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="not known whether its document goes on"):
+    with pytest.raises(ValueError, match="unknown whether its document continues"):
         read_packing(state, 3, None, ids)
     assert read_packing(state.reset(torch.tensor([True, True])), 3, None, ids) is not None
 
 
-def test_a_document_that_comes_back_in_a_later_segment_is_refused():
+def test_a_document_id_that_reappears_later_is_rejected():
     inputs = attention_inputs(6, block_len=L)
     _, state = run(inputs, (), document_ids=torch.full((2, 6), 5))
-    with pytest.raises(ValueError, match="comes back"):
+    with pytest.raises(ValueError, match="reappears"):
         read_packing(state, 2, None, torch.tensor([[5, 6], [6, 5]]))

@@ -50,7 +50,7 @@ def test_each_reduction_equals_statistics_of_all_earlier_tokens(reduction, n_blo
     assert_close("gradient", got_grad, want_grad)
 
 
-def test_an_unknown_reduction_is_refused_by_name():
+def test_an_unknown_reduction_is_rejected_by_name():
     z, v = random_blocks(2)
     with pytest.raises(ValueError, match=r"'sum'.*serial"):
         exclusive_prefix(block_stats(z, v, S), initial_cache(False), "sum")

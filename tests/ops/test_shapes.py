@@ -1,4 +1,4 @@
-"""Wrong shapes are refused where they enter, with both shapes in the message."""
+"""Wrong shapes are rejected where they enter, with both shapes in the message."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_a_shape_that_does_not_fit_is_named(shape, message):
 
 
 @pytest.mark.parametrize("wrong", ["k_hat", "z", "v", "by_distance"])
-def test_attention_refuses_arguments_of_another_length(wrong):
+def test_attention_rejects_arguments_of_another_length(wrong):
     inputs = attention_inputs(9)
     value = getattr(inputs, wrong)
     setattr(inputs, wrong, value[..., :-1] if wrong == "z" else value[..., :-1, :])
@@ -43,7 +43,7 @@ def test_attention_refuses_arguments_of_another_length(wrong):
         )
 
 
-def test_attention_refuses_another_state_and_another_reach():
+def test_attention_rejects_states_and_biases_of_another_shape():
     inputs = attention_inputs(9)
     with pytest.raises(ValueError, match="state_keys has shape"):
         vq_attention(*inputs.part(0, 9), attention_inputs(9, b=3).empty_state())
@@ -51,7 +51,7 @@ def test_attention_refuses_another_state_and_another_reach():
         vq_attention(*inputs.part(0, 9), attention_inputs(9, block_len=5).empty_state())
 
 
-def test_the_other_forms_refuse_too():
+def test_the_other_ops_reject_wrong_shapes():
     inputs = attention_inputs(9)
     with pytest.raises(ValueError, match="z has shape"):
         encoder_attention(inputs.q, inputs.z[0], inputs.v, inputs.codebook)

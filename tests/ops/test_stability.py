@@ -9,6 +9,7 @@ from helpers import assert_close, attention_inputs
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.cache import CacheStats, block_stats, merge
 from transformer_vq.ops.decode import Ring, attend_one_
+from transformer_vq.ops.inputs import AttentionInputs
 
 N_TOKENS = 100_000
 
@@ -48,7 +49,7 @@ def run_in_steps(inputs, step: int, n_tokens: int):
         pytest.param(1, N_TOKENS, id="token by token to the end", marks=pytest.mark.slow),
     ],
 )
-def test_a_bfloat16_stream_stays_with_float64(stream, step, n_tokens):
+def test_a_bfloat16_stream_stays_close_to_float64(stream, step, n_tokens):
     low, exact, exact_state = stream
     got, state = run_in_steps(low, step, n_tokens)
     assert got.dtype == torch.bfloat16
@@ -65,7 +66,7 @@ def test_a_bfloat16_stream_stays_with_float64(stream, step, n_tokens):
 
 @pytest.mark.parametrize("reduction", ["auto", "serial", "matmul", "associative"])
 @pytest.mark.parametrize("step", [4096, 40_000])
-def test_float32_means_stay_with_float64(reduction, step):
+def test_float32_means_stay_close_to_float64(reduction, step):
     n_tokens = 40_000
     low = attention_inputs(
         n_tokens, b=1, block_len=64, n_code=4, d_k=4, d_v=8, dtype=torch.float32, seed=3
@@ -100,7 +101,7 @@ def test_counts_are_exact_beyond_the_integers_of_float32():
     for t in range(13):
         q, k_hat, z, v, codebook, by_distance = inputs.part(t, t + 1)
         one_token = (q[..., 0, :], k_hat[..., 0, :], z[..., 0], v[..., 0, :])
-        attend_one_(*one_token, codebook, by_distance[..., 0, :], ring)
+        attend_one_(AttentionInputs(*one_token, codebook, by_distance[..., 0, :]), ring)
     assert ring.state().cache.count.tolist() == [[[2**24 + 13, 0, 5]]]
 
 

@@ -1,4 +1,4 @@
-"""What a state can do besides being carried; selecting and resetting are in test_blockwise."""
+"""Operations on states; test_blockwise covers selecting and resetting rows."""
 
 import torch
 from helpers import attention_inputs
@@ -20,7 +20,7 @@ def test_a_state_for_full_attention_has_no_codes_and_no_cache():
     assert state.window_valid.shape == (2, 0)
 
 
-def test_a_state_moves_as_a_whole():
+def test_all_tensors_of_a_state_move_to_a_device():
     inputs = attention_inputs(9)
     _, state = vq_attention(*inputs.part(0, 9), inputs.empty_state())
     moved = state.to("meta")

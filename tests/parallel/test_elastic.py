@@ -1,4 +1,4 @@
-"""torchrun as users start it: the command line, and a worker that dies."""
+"""Training under torchrun from the command line: killed workers, signals and invalid options."""
 
 import contextlib
 import json
@@ -10,7 +10,8 @@ import sys
 import time
 
 import pytest
-from checks import losses, tiny
+from checks import tiny
+from helpers import losses
 
 from transformer_vq.training.metrics import read_metrics
 
@@ -18,31 +19,31 @@ SECONDS = 120
 
 
 def options_of(run, config):
-    """The words of `tvq train` for a run of that config."""
+    """Return the arguments of `tvq train` for a config."""
     changed = {
         "model": ["d_model", "n_layer", "d_k", "n_code", "block_len"],
         "data": ["path", "cache"],
         "optim": ["lr", "warmup", "eps", "weight_decay"],
         "train": ["steps", "batch_size", "seq_len", "backprop_len", "eval_every", "save_every"],
     }
-    words = [
-        f"--{part}.{name.replace('_', '-')}={getattr(getattr(config, part), name)}"
-        for part, names in changed.items()
+    options = [
+        f"--{section}.{name.replace('_', '-')}={getattr(getattr(config, section), name)}"
+        for section, names in changed.items()
         for name in names
     ]
-    words += ["--model.codebook-init=random", "--model.revive-below=0", "--train.device=cpu"]
-    return ["-m", "transformer_vq", "train", "tiny", f"--out={run}", *words, "--json"]
+    options += ["--model.codebook-init=random", "--model.revive-below=0", "--train.device=cpu"]
+    return ["-m", "transformer_vq", "train", "tiny", f"--out={run}", *options, "--json"]
 
 
 def torchrun(run, config, *options):
-    """`torchrun ... tvq train` for a run of that config."""
+    """Start `torchrun ... tvq train` for a config."""
     launcher = ["-m", "torch.distributed.run", "--standalone", *options]
     return start([*launcher, *options_of(run, config)])
 
 
-def start(words, **environment):
+def start(arguments, **environment):
     return subprocess.Popen(
-        [sys.executable, *words],
+        [sys.executable, *arguments],
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -52,7 +53,7 @@ def start(words, **environment):
 
 
 def finish(process):
-    """Output of a process that may not take for ever; its group ends with it."""
+    """Return stdout and stderr of a process; kill its process group in the end."""
     try:
         out, err = process.communicate(timeout=SECONDS)
     finally:
@@ -62,14 +63,14 @@ def finish(process):
 
 
 def workers(process):
-    """Process ids of the workers of a torchrun, in the order of their start."""
+    """Return the process ids of the workers of a torchrun in the order of their start."""
     listing = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
     )
     return sorted(int(pid) for pid in listing.stdout.split())
 
 
-def test_a_killed_worker_is_replaced_and_the_run_ends_as_if_undisturbed(tmp_path):
+def test_killed_worker_is_restarted_and_the_losses_are_unchanged(tmp_path):
     config = tiny(tmp_path, train={"steps": 40, "save_every": 5, "eval_every": 20})
     process = torchrun(tmp_path / "run", config, "--nproc-per-node=2", "--max-restarts=1")
     try:
@@ -80,20 +81,20 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_if_undisturbed(tmp_path
                 break
             time.sleep(0.02)
         else:
-            pytest.fail("the run did not come to its twelfth update in time")
+            pytest.fail("the run did not reach step 12 in time")
     finally:
         out, err = finish(process)
     assert process.returncode == 0, err
     assert json.loads(out.splitlines()[-1])["finished"]
     assert "exitcode: -9" in err, err
-    undisturbed = torchrun(tmp_path / "whole", config, "--nproc-per-node=2")
-    _, err = finish(undisturbed)
-    assert undisturbed.returncode == 0, err
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-    assert len(out.splitlines()) == 3  # only the first process has spoken
+    uninterrupted = torchrun(tmp_path / "uninterrupted", config, "--nproc-per-node=2")
+    _, err = finish(uninterrupted)
+    assert uninterrupted.returncode == 0, err
+    assert losses(tmp_path / "run") == losses(tmp_path / "uninterrupted")
+    assert len(out.splitlines()) == 3  # only rank 0 prints
 
 
-def test_a_signal_to_one_rank_stops_all_with_the_same_status(tmp_path):
+def test_signal_to_one_rank_stops_all_with_the_same_status(tmp_path):
     config = tiny(tmp_path, train={"steps": 4000, "save_every": 5000, "eval_every": 5000})
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -118,19 +119,19 @@ def test_a_signal_to_one_rank_stops_all_with_the_same_status(tmp_path):
     finally:
         (out, err), (other, _) = (finish(process) for process in ranks)
     assert [process.returncode for process in ranks] == [128 + signal.SIGTERM] * 2, err
-    facts = json.loads(out.splitlines()[-1])
-    assert not facts["finished"]
-    assert facts["step"] >= 3
+    summary = json.loads(out.splitlines()[-1])
+    assert not summary["finished"]
+    assert summary["step"] >= 3
     assert "tvq resume" in out
     assert other == ""
 
 
-def test_a_mistake_is_told_once(tmp_path):
+def test_usage_error_is_printed_once(tmp_path):
     process = torchrun(
         tmp_path / "run", tiny(tmp_path, train={"batch_size": 3}), "--nproc-per-node=2"
     )
     _, err = finish(process)
     assert process.returncode != 0
-    told = [line for line in err.splitlines() if "tvq: " in line]
-    assert len(told) == 1, err
-    assert "use a multiple of 2" in told[0]
+    errors = [line for line in err.splitlines() if "tvq: " in line]
+    assert len(errors) == 1, err
+    assert "use a multiple of 2" in errors[0]

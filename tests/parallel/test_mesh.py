@@ -1,4 +1,4 @@
-"""Which layouts are possible, and what a user is told about the others; no processes needed."""
+"""Valid and invalid process meshes; these tests start no other processes."""
 
 import re
 import subprocess
@@ -15,28 +15,28 @@ from transformer_vq.parallel.strategy import check_mesh
 from transformer_vq.training.sizes import sizes
 
 
-def test_data_parallel_takes_what_is_left():
+def test_dp_defaults_to_all_remaining_processes():
     assert ParallelConfig().fill(8) == ParallelConfig(dp=8)
     assert ParallelConfig(fsdp=2, cp=2).fill(8) == ParallelConfig(dp=2, fsdp=2, cp=2)
     assert ParallelConfig().fill(1).n_processes == 1
 
 
 @pytest.mark.parametrize(
-    ("layout", "n"), [(ParallelConfig(tp=2), 1), (ParallelConfig(cp=3), 8), (ParallelConfig(3), 2)]
+    ("mesh", "n"), [(ParallelConfig(tp=2), 1), (ParallelConfig(cp=3), 8), (ParallelConfig(3), 2)]
 )
-def test_the_product_must_be_the_number_of_processes(layout, n):
+def test_mesh_rejects_a_different_number_of_processes(mesh, n):
     with pytest.raises(ValueError, match=rf"but {n} are running; start with `torchrun"):
-        layout.fill(n)
+        mesh.fill(n)
 
 
 @pytest.mark.parametrize("axis", ["dp", "fsdp", "cp", "tp"])
-def test_a_layout_has_whole_numbers(axis):
-    with pytest.raises(ValueError, match=rf"parallel\.{axis}=-1: must be a whole number"):
+def test_mesh_rejects_a_negative_size(axis):
+    with pytest.raises(ValueError, match=rf"parallel\.{axis}=-1: must be an integer"):
         ParallelConfig(**{axis: -1})
 
 
 @pytest.mark.parametrize(
-    ("config", "layout", "message"),
+    ("config", "mesh", "message"),
     [
         (run_config(), ParallelConfig(dp=3), "use a multiple of 3"),
         (run_config(accumulate=2), ParallelConfig(fsdp=4), "use a multiple of 8"),
@@ -44,16 +44,16 @@ def test_a_layout_has_whole_numbers(axis):
         (run_config({"attention": "full"}), ParallelConfig(cp=2), "attention=vq"),
         (run_config(), ParallelConfig(tp=3), "32 value columns of this model"),
         (run_config({"head_type": "mha"}), ParallelConfig(tp=4), "2 heads of this model"),
-        (run_config(), ParallelConfig(fsdp=2, tp=2), "do not go together"),
+        (run_config(), ParallelConfig(fsdp=2, tp=2), "cannot be combined"),
         (run_config(compile=True), ParallelConfig(fsdp=2), "train.compile"),
     ],
 )
-def test_what_cannot_be_divided_is_told(config, layout, message):
+def test_check_mesh_rejects_what_cannot_be_split(config, mesh, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        check_mesh(config, replace(layout, dp=max(layout.dp, 1)))
+        check_mesh(config, replace(mesh, dp=max(mesh.dp, 1)))
 
 
-def test_without_torchrun_a_layout_of_several_is_one_line_and_status_2(tmp_path, capsys):
+def test_mesh_without_torchrun_exits_with_status_2(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["train", "tiny", "--parallel.fsdp", "2", "--out", str(tmp_path / "run")])
     assert stop.value.code == 2
@@ -61,29 +61,29 @@ def test_without_torchrun_a_layout_of_several_is_one_line_and_status_2(tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-def test_configs_of_before_layouts_can_still_be_read():
+def test_config_without_a_mesh_can_be_read():
     values = PRESETS["tiny"].to_dict()
     del values["parallel"]
     assert RunConfig.from_dict(values) == PRESETS["tiny"]
 
 
-def test_memory_per_device_of_the_large_preset():
+def test_sharding_divides_the_memory_of_the_large_preset():
     preset = PRESETS["pg19-1.3b"]
-    parts = replace(preset, train=replace(preset.train, accumulate=8))
-    separate, shared = sizes(parts), sizes(replace(parts, parallel=ParallelConfig(fsdp=8)))
-    assert shared.parameters == separate.parameters
-    # An eighth of everything, and what is gathered: embeddings and two branches.
+    config = replace(preset, train=replace(preset.train, accumulate=8))
+    single, sharded = sizes(config), sizes(replace(config, parallel=ParallelConfig(fsdp=8)))
+    assert sharded.parameters == single.parameters
+    # An eighth of everything, and the gathered tensors: embeddings and two branches.
     gathered = 32_000 * 2048 + 2 * (2048 * (3 * 128 + 3 * 4096) + 2 * 128)
-    codebooks = separate.codebooks * 4
-    assert shared.weight_bytes - codebooks == pytest.approx(
-        (separate.weight_bytes - codebooks) / 8 + 4 * gathered, rel=1e-6
+    codebooks = single.codebooks * 4
+    assert sharded.weight_bytes - codebooks == pytest.approx(
+        (single.weight_bytes - codebooks) / 8 + 4 * gathered, rel=1e-6
     )
-    assert shared.activation_bytes == pytest.approx(separate.activation_bytes / 8, rel=0.01)
-    narrow = sizes(replace(parts, parallel=ParallelConfig(tp=8)))
-    assert separate.weight_bytes / 8 < narrow.weight_bytes < separate.weight_bytes / 5
+    assert sharded.activation_bytes == pytest.approx(single.activation_bytes / 8, rel=0.01)
+    narrow = sizes(replace(config, parallel=ParallelConfig(tp=8)))
+    assert single.weight_bytes / 8 < narrow.weight_bytes < single.weight_bytes / 5
 
 
-def test_a_process_that_is_alone_never_touches_torch_distributed():
+def test_single_process_never_uses_torch_distributed():
     program = (
         "import sys, torch, transformer_vq.cli.main\n"
         "from transformer_vq import TransformerVQ, PRESETS\n"

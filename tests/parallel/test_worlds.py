@@ -1,7 +1,8 @@
-"""Losses, gradients, codebooks and checkpoints of 2 and 4 processes against those of one."""
+"""Compare losses, gradients, codebooks and checkpoints of 2 and 4 processes with those of one."""
 
 import pytest
-from checks import losses, tiny
+from checks import tiny
+from helpers import losses
 from worlds import checks_for, run_checks
 
 from transformer_vq.config import ParallelConfig
@@ -13,34 +14,34 @@ SIZES = (2, 4)
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """Results of all checks in a world of so many processes; each world is started once."""
+    """Return a function that runs all checks of a world once and returns its reports."""
     done = {}
 
-    def of(n_processes):
+    def reports_of(n_processes):
         if n_processes not in done:
             folder = tmp_path_factory.mktemp(f"world-{n_processes}")
             done[n_processes] = run_checks(n_processes, "checks", folder), folder
         return done[n_processes]
 
-    return of
+    return reports_of
 
 
 @pytest.mark.parametrize(
     ("n_processes", "check"), [(n, name) for n in SIZES for name in checks_for(n, "checks")]
 )
-def test_of(reports, n_processes, check):
-    trouble = reports(n_processes)[0][check]
-    if trouble:
-        pytest.fail(trouble, pytrace=False)
+def test_check_passes_on_every_rank(reports, n_processes, check):
+    failure = reports(n_processes)[0][check]
+    if failure:
+        pytest.fail(failure, pytrace=False)
 
 
-def test_one_process_goes_on_with_a_run_of_two_and_both_are_one_curve(reports):
+def test_one_process_resumes_a_run_of_two_with_the_same_losses(reports):
     folder = reports(2)[1]
-    alone = ParallelConfig(dp=1)
-    assert resume(folder / "layouts", tiny(folder, alone)).finished
-    train(tiny(folder, alone), folder / "alone")
-    got, want = losses(folder / "layouts"), losses(folder / "alone")
+    single = ParallelConfig(dp=1)
+    assert resume(folder / "meshes", tiny(folder, single)).finished
+    train(tiny(folder, single), folder / "single")
+    got, want = losses(folder / "meshes"), losses(folder / "single")
     assert [row[:2] for row in got] == [row[:2] for row in want]
     for (kind, step, a), (_, _, b) in zip(got, want, strict=True):
         assert a == pytest.approx(b, rel=1e-5), (kind, step)
-    assert load_model(folder / "layouts")[1] == "best"
+    assert load_model(folder / "meshes")[1] == "best"

@@ -1,7 +1,8 @@
-"""Small worlds of gloo processes for tests: started once, they work through many checks.
+"""Small worlds of gloo processes for tests; each is started once and runs many checks.
 
-No ports (processes meet at a file), no hanging (everything has a time limit), nothing left behind.
-The first check that fails ends its world, because processes that have lost each other cannot go on.
+The processes connect through a file, so no ports are needed. Everything has a time limit, and all
+processes are killed in the end. The first check that fails stops its world, because the remaining
+ranks would wait for the failed one.
 """
 
 import importlib
@@ -23,13 +24,15 @@ IMPORTED_ONCE = [
 
 
 def run_checks(n_processes: int, module: str, folder: Path) -> dict[str, str]:
-    """Run all checks of a module that are meant for so many processes: name -> trace, if any."""
-    # Processes are forked from a server without threads, which imports torch once for all of them.
+    """Run the checks of a module for n processes; return tracebacks by name, empty if passed."""
+    # Processes are forked from a server without threads, which imports torch only once.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
     names = checks_for(n_processes, module)
     processes = [
-        context.Process(target=_work, args=(rank, n_processes, module, names, folder), daemon=True)
+        context.Process(
+            target=_run_rank, args=(rank, n_processes, module, names, folder), daemon=True
+        )
         for rank in range(n_processes)
     ]
     threads = os.environ.get("OMP_NUM_THREADS")
@@ -40,7 +43,7 @@ def run_checks(n_processes: int, module: str, folder: Path) -> dict[str, str]:
         deadline = time.monotonic() + SECONDS
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
             if any(process.exitcode for process in processes):
-                time.sleep(1)  # for others that fail on their own
+                time.sleep(1)  # let other ranks report their own failures
                 break
             time.sleep(0.05)
     finally:
@@ -55,15 +58,15 @@ def run_checks(n_processes: int, module: str, folder: Path) -> dict[str, str]:
     for name in names:
         reports = [folder / f"{name}-{rank}.json" for rank in range(n_processes)]
         found = [json.loads(path.read_text()) for path in reports if path.exists()]
-        trouble = "\n".join(text for text in found if text)
-        if not trouble and len(found) < n_processes:
-            trouble = "was not finished: another check failed before it, or time was up"
-        results[name] = trouble
+        failure = "\n".join(text for text in found if text)
+        if not failure and len(found) < n_processes:
+            failure = "not finished: an earlier check failed, or the time limit was reached"
+        results[name] = failure
     return results
 
 
 def checks_for(n_processes: int, module: str) -> list[str]:
-    """Checks are functions whose name begins with check; `worlds` says for how many processes."""
+    """Return the names of the check_ functions that `for_worlds` marks for n processes."""
     found = vars(importlib.import_module(module)).items()
     return [
         name
@@ -73,6 +76,8 @@ def checks_for(n_processes: int, module: str) -> list[str]:
 
 
 def for_worlds(*sizes: int):
+    """Mark a check with the world sizes it runs in."""
+
     def mark(function):
         function.worlds = sizes
         return function
@@ -80,7 +85,8 @@ def for_worlds(*sizes: int):
     return mark
 
 
-def _work(rank: int, n_processes: int, module: str, names: list[str], folder: Path) -> None:
+def _run_rank(rank: int, n_processes: int, module: str, names: list[str], folder: Path) -> None:
+    """Run all checks on one rank, and write a report for each."""
     import torch
     import torch.distributed as dist
 
@@ -100,7 +106,7 @@ def _work(rank: int, n_processes: int, module: str, names: list[str], folder: Pa
         try:
             getattr(importlib.import_module(module), name)(folder)
         except BaseException:
-            report = f"process {rank} of {n_processes}:\n{traceback.format_exc()}"
+            report = f"rank {rank} of {n_processes}:\n{traceback.format_exc()}"
         (folder / f"{name}-{rank}.json").write_text(json.dumps(report))
         if report:
             os._exit(1)

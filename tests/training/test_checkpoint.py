@@ -1,15 +1,28 @@
-"""States and files: whole or not at all."""
+"""Run folders: their config, and loading a trained model with its tokenizer."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from helpers import interrupt_after, tiny_run
+from test_evaluate import train_on_books
 
+from transformer_vq import generate, load_run
+from transformer_vq.data.tokenizers import MODEL_FILE
+from transformer_vq.errors import UserError
 from transformer_vq.files import write_text
 from transformer_vq.training.checkpoint import (
     CheckpointError,
+    load_model,
+    newest_checkpoint,
     read_config,
 )
+from transformer_vq.training.loop import Progress
+from transformer_vq.training.run import train
 
 
-def test_a_file_is_replaced_whole_or_left_alone(tmp_path, monkeypatch):
+def test_a_file_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_text(path, "first")
     monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk full")))
@@ -20,13 +33,84 @@ def test_a_file_is_replaced_whole_or_left_alone(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [None, "", "{", '{"model": {}}', '{"model": {"no": 1}}'])
-def test_a_folder_without_a_config_is_no_run(tmp_path, content):
+def test_read_config_rejects_a_folder_without_a_valid_config(tmp_path, content):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match="config"):
         read_config(tmp_path)
 
 
-def test_a_missing_folder_is_no_run(tmp_path):
+def test_read_config_rejects_a_missing_folder(tmp_path):
     with pytest.raises(CheckpointError, match="is not a run folder"):
         read_config(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_load_run_returns_a_model_that_generates_text(tmp_path, kind):
+    config = tiny_run(tmp_path)
+    train(config, tmp_path / "run")
+    model, tokenizer, loaded_config = load_run(kind(tmp_path / "run"))
+    assert loaded_config == config
+    assert not model.training
+    want = load_model(tmp_path / "run", "best")[0].state_dict()
+    assert all(x.equal(want[name]) for name, x in model.state_dict().items())
+
+    prompt = tokenizer.encode("the cat ")
+    tokens = generate(model, prompt, max_new_tokens=5, seed=0)
+    assert len(tokens) == 5
+    assert tokenizer.decode(prompt + tokens).startswith(b"the cat ")
+    assert tokens == generate(model, prompt, max_new_tokens=5, seed=0)
+
+
+def test_load_run_selects_a_checkpoint(tmp_path):
+    train(tiny_run(tmp_path), tmp_path / "run")
+    last, ninth = (load_run(tmp_path / "run", which).model for which in ("last", "9"))
+    assert last.embed.weight.equal(load_model(tmp_path / "run", "last")[0].embed.weight)
+    assert ninth.embed.weight.equal(load_model(tmp_path / "run", "9")[0].embed.weight)
+    assert not last.embed.weight.equal(ninth.embed.weight)
+    with pytest.raises(CheckpointError, match="no checkpoint '99'"):
+        load_run(tmp_path / "run", "99")
+
+
+def test_load_run_returns_the_learned_tokenizer(tmp_path):
+    run = train_on_books(tmp_path)
+    _, tokenizer, config = load_run(run)
+    text = "It was the best of times, it was the worst of times.\n"
+    tokens = tokenizer.encode(text)
+    assert len(tokens) < len(text) / 2
+    assert max(tokens) < tokenizer.vocab_size == config.model.vocab_size
+    assert tokenizer.decode(tokens) == text.encode()
+
+    vocabulary = run / MODEL_FILE
+    vocabulary.write_bytes(vocabulary.read_bytes()[:-1])
+    with pytest.raises(UserError, match="corrupt"):
+        load_run(run)
+
+
+@pytest.mark.parametrize("name", ["nothing", "file", "empty"])
+def test_load_run_rejects_a_path_that_is_not_a_run_folder(tmp_path, name):
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=name):
+        load_run(tmp_path / name)
+
+
+def test_load_run_uses_the_last_checkpoint_before_the_first_validation(tmp_path, monkeypatch):
+    config = tiny_run(tmp_path)
+    interrupt_after(monkeypatch, 1)
+    train(replace(config, train=replace(config.train, eval_every=10)), tmp_path / "run")
+    loaded = load_run(tmp_path / "run").model
+    model, name = load_model(tmp_path / "run", "last")
+    assert name == "step 2"
+    assert loaded.embed.weight.equal(model.embed.weight)
+
+
+def test_progress_is_restored_from_a_checkpoint(tmp_path, monkeypatch):
+    interrupt_after(monkeypatch, 1)
+    train(tiny_run(tmp_path), tmp_path / "early")
+    early = Progress.from_checkpoint(newest_checkpoint(tmp_path / "early"))
+    assert early == Progress(step=2, validated_at=0, best_loss=math.inf)
+    monkeypatch.undo()
+    result = train(tiny_run(tmp_path), tmp_path / "finished")
+    finished = Progress.from_checkpoint(newest_checkpoint(tmp_path / "finished"))
+    assert finished == Progress(step=10, validated_at=10, best_loss=result.best_loss)

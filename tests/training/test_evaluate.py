@@ -1,4 +1,4 @@
-"""Evaluation of runs: on their own data and on other data, in their own vocabulary."""
+"""Evaluation of runs on their own and on other data, with their own vocabulary."""
 
 import math
 import random
@@ -16,7 +16,7 @@ from transformer_vq.training.evaluate import evaluate
 from transformer_vq.training.run import train
 
 
-def test_a_run_is_evaluated_on_its_own_data_and_on_others(tmp_path):
+def test_evaluate_uses_the_data_of_the_run_or_other_data(tmp_path):
     config = tiny_run(tmp_path, train={"steps": 2})
     train(config, tmp_path / "run")
     result = evaluate(str(tmp_path / "run"))
@@ -32,6 +32,7 @@ def test_a_run_is_evaluated_on_its_own_data_and_on_others(tmp_path):
 
 
 def write_books(folder, sentences):
+    """Write two books per split, with sentences in random order."""
     generator = random.Random(0)
     for name in ("train", "validation", "test"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -41,7 +42,7 @@ def write_books(folder, sentences):
 
 
 def train_on_books(tmp_path):
-    """A run of one update on books in `tmp_path`, with a learned vocabulary."""
+    """Train one step on books in `tmp_path`, with a learned vocabulary; return the run folder."""
     write_books(
         tmp_path, ["It was the best of times,", "it was the worst of times.", "Call me Ishmael."]
     )
@@ -51,7 +52,7 @@ def train_on_books(tmp_path):
     return tmp_path / "run"
 
 
-def test_word_perplexity_of_books_by_hand(tmp_path):
+def test_word_perplexity_of_books_matches_the_definition(tmp_path):
     run = train_on_books(tmp_path)
     windowed, streaming = evaluate(run).protocols.values()
 
@@ -70,7 +71,7 @@ def test_word_perplexity_of_books_by_hand(tmp_path):
     assert windowed.nats != streaming.nats
 
 
-def test_books_in_another_vocabulary_are_rejected(tmp_path):
+def test_evaluate_rejects_books_in_another_vocabulary(tmp_path):
     run = train_on_books(tmp_path)
     own = read_config(run).data
     tolstoy = ["Happy families are all alike;", "every unhappy family is unhappy."]
@@ -80,14 +81,14 @@ def test_books_in_another_vocabulary_are_rejected(tmp_path):
     found = evaluate(run, data=other, max_tokens=50)
     assert found == evaluate(run, data=explicit, max_tokens=50)
 
-    # From its own books, once they have changed, another vocabulary would be learned.
+    # If the books of the run change, another vocabulary is learned from them.
     write_books(tmp_path, tolstoy)
-    says = f"do not have the vocabulary of {run}.*--data.tokenizer {run / MODEL_FILE}$"
-    with pytest.raises(ValueError, match=says):
+    message = f"do not have the vocabulary of {run}.*--data.tokenizer {run / MODEL_FILE}$"
+    with pytest.raises(ValueError, match=message):
         evaluate(run)
     evaluate(run, data=replace(own, tokenizer=str(run / MODEL_FILE)), max_tokens=50)
 
-    # A vocabulary that is asked for is not exchanged silently.
+    # A vocabulary given by the user is not replaced silently.
     learned = prepare(own, 300).folder / MODEL_FILE
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         evaluate(run, data=replace(other, tokenizer=str(learned)))

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, counted by torch as it runs."""
+"""Floating-point operations of a training step, counted by PyTorch."""
 
 import math
 from itertools import pairwise
@@ -16,7 +16,7 @@ def _flops_of_baddbmm(total, a, b, *_, **__):
 
 
 def training_flops(model: TransformerVQ, seq_len: int) -> int:
-    """FLOPs of forward and backward over one sequence."""
+    """Return the FLOPs of a forward and backward pass over one sequence."""
     tokens = torch.zeros(1, seq_len, dtype=torch.int64)
     uncounted_by_torch = {torch.ops.aten.baddbmm_: _flops_of_baddbmm}
     with FlopCounterMode(display=False, custom_mapping=uncounted_by_torch) as counter:
@@ -25,7 +25,7 @@ def training_flops(model: TransformerVQ, seq_len: int) -> int:
 
 
 def growth(**config) -> list[int]:
-    """FLOPs that each 32 more tokens cost."""
+    """Return the additional FLOPs of every 32 more tokens."""
     model = TransformerVQ(tiny_config(n_layer=1, **config))
     flops = [training_flops(model, seq_len) for seq_len in (32, 64, 96, 128)]
     return [longer - shorter for shorter, longer in pairwise(flops)]

@@ -1,4 +1,4 @@
-"""Optimizer steps and the schedule against arithmetic by hand."""
+"""Optimizers and the learning rate schedule against the formulas in NumPy."""
 
 import math
 
@@ -12,9 +12,9 @@ from transformer_vq.config import OptimConfig
 from transformer_vq.training.optim import Adafactor, AdamW, learning_rate, make_optimizer
 
 
-def test_learning_rate_of_the_paper():
+def test_learning_rate_follows_the_schedule_of_the_paper():
     config = PRESETS["enwik8-190m"].optim
-    rate = [learning_rate(config, update, 125_000) for update in range(125_001)]
+    rate = [learning_rate(config, step, 125_000) for step in range(125_001)]
     assert rate[0] == 0.0
     assert rate[1] == pytest.approx(4e-8)
     assert rate[10_000] == pytest.approx(4e-4)
@@ -26,15 +26,15 @@ def test_learning_rate_of_the_paper():
     assert learning_rate(config, 200_000, 125_000) == pytest.approx(4e-5)
 
 
-def test_no_warm_up_begins_at_the_peak():
+def test_learning_rate_without_warmup_starts_at_the_peak():
     assert learning_rate(OptimConfig(lr=0.1, warmup=0), 0, 10) == pytest.approx(0.1)
 
 
-def test_adamw_steps_by_hand_with_decay_that_ignores_the_learning_rate():
+def test_adamw_matches_numpy_with_decay_independent_of_the_learning_rate():
     beta1, beta2, eps, decay = 0.9, 0.98, 1e-9, 0.125
     p = torch.tensor([[1.0, -2.0]], dtype=torch.float64, requires_grad=True)
     optimizer = AdamW(
-        [{"params": [p], "decay_per_update": decay}], lr=0.0, betas=(beta1, beta2), eps=eps
+        [{"params": [p], "decay_per_step": decay}], lr=0.0, betas=(beta1, beta2), eps=eps
     )
     want, m, v = np.array([[1.0, -2.0]]), np.zeros((1, 2)), np.zeros((1, 2))
     for t, (rate, grad) in enumerate(
@@ -51,20 +51,20 @@ def test_adamw_steps_by_hand_with_decay_that_ignores_the_learning_rate():
         np.testing.assert_allclose(p.detach().numpy(), want, rtol=1e-12)
 
 
-def test_the_stock_adamw_would_decay_by_the_learning_rate():
-    """Why there is a class of our own."""
+def test_adamw_of_pytorch_decays_by_the_learning_rate_and_ours_does_not():
+    """This difference is why the class exists."""
     p = torch.ones(2, 2, requires_grad=True)
     p.grad = torch.zeros(2, 2)
     torch.optim.AdamW([p], lr=1e-3, weight_decay=0.1).step()
     assert float(p.detach()[0, 0]) == pytest.approx(1 - 1e-4)
     p = torch.ones(2, 2, requires_grad=True)
     p.grad = torch.zeros(2, 2)
-    AdamW([{"params": [p], "decay_per_update": 0.1}], 1e-3, (0.9, 0.98), 1e-9).step()
+    AdamW([{"params": [p], "decay_per_step": 0.1}], 1e-3, (0.9, 0.98), 1e-9).step()
     assert float(p.detach()[0, 0]) == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize("shape", [(3,), (4, 5), (), (200, 3)], ids=str)
-def test_adafactor_without_factoring_by_hand(shape):
+def test_adafactor_without_factoring_matches_numpy(shape):
     generator = np.random.default_rng(0)
     want = np.asarray(generator.normal(size=shape))
     p = torch.tensor(want, requires_grad=True)
@@ -86,7 +86,7 @@ def test_adafactor_without_factoring_by_hand(shape):
 
 
 @pytest.mark.parametrize("shape", [(128, 130), (130, 128), (2, 128, 129)], ids=str)
-def test_adafactor_with_factoring_by_hand(shape):
+def test_adafactor_with_factoring_matches_numpy(shape):
     generator = np.random.default_rng(0)
     want = generator.normal(size=shape)
     p = torch.tensor(want, requires_grad=True)
@@ -114,8 +114,8 @@ def test_adafactor_with_factoring_by_hand(shape):
     )
 
 
-def test_adafactor_follows_the_schedule_after_ten_thousand_updates():
-    """The stock class would cap the step at 1 / sqrt(t) = 0.005 here."""
+def test_adafactor_follows_the_schedule_after_ten_thousand_steps():
+    """`torch.optim.Adafactor` would cap the learning rate at 1 / sqrt(t) = 0.005 here."""
     p = torch.ones(4, requires_grad=True)
     optimizer = Adafactor([p], lr=0.01)
     p.grad = torch.ones(4)
@@ -127,13 +127,13 @@ def test_adafactor_follows_the_schedule_after_ten_thousand_updates():
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_only_matrices_are_decayed_and_codebooks_are_no_parameters(name):
+def test_optimizer_decays_only_matrices_and_leaves_codebooks_unchanged(name):
     model = TransformerVQ(tiny_config(absolute_positions=True))
     config = OptimConfig(optimizer=name, lr=1e-3, weight_decay=0.5)
     optimizer = make_optimizer(model, config)
     names = {id(p): name for name, p in model.named_parameters()}
     decayed, plain = ({names[id(p)] for p in g["params"]} for g in optimizer.param_groups)
-    assert [g["decay_per_update"] for g in optimizer.param_groups] == [0.5, 0.0]
+    assert [g["decay_per_step"] for g in optimizer.param_groups] == [0.5, 0.0]
     assert decayed | plain == set(names.values())
     assert all(n.endswith(".weight") for n in decayed)
     assert all(n.endswith((".u", ".v", "scale", "bias")) for n in plain)
@@ -147,7 +147,7 @@ def test_only_matrices_are_decayed_and_codebooks_are_no_parameters(name):
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_an_optimizer_that_is_saved_and_loaded_goes_on_bitwise(name, tmp_path):
+def test_loaded_optimizer_continues_bit_for_bit(name, tmp_path):
     def make():
         torch.manual_seed(0)
         model = TransformerVQ(tiny_config())
@@ -186,6 +186,6 @@ def test_an_optimizer_that_is_saved_and_loaded_goes_on_bitwise(name, tmp_path):
         ({"grad_clip": 0.0}, "grad_clip"),
     ],
 )
-def test_impossible_settings_are_refused(overrides, message):
+def test_optim_config_rejects_invalid_values(overrides, message):
     with pytest.raises(ValueError, match=message):
         OptimConfig(**overrides)

@@ -1,4 +1,4 @@
-"""Resuming: exactly where a run was stopped or killed, and only as the same run."""
+"""Resume: the same results as without an interruption, and only with the same config."""
 
 import json
 import os
@@ -35,26 +35,28 @@ from transformer_vq.training.run import resume, train
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_saves_and_resuming_twice_gives_the_same_losses(tmp_path, monkeypatch, number):
+def test_resume_twice_after_signals_gives_the_same_losses_and_weights(
+    tmp_path, monkeypatch, number
+):
     config = tiny_run(tmp_path, model={"p_droplyr": 0.3})
-    train(config, tmp_path / "whole")
+    train(config, tmp_path / "uninterrupted")
     with monkeypatch.context() as patch:
         interrupt_after(patch, 1, number)
-        result = train(config, tmp_path / "cut")
+        result = train(config, tmp_path / "interrupted")
     assert (result.step, result.finished, result.stopped_by) == (2, False, number)
     with monkeypatch.context() as patch:
         interrupt_after(patch, 6, number)
-        assert resume(tmp_path / "cut").step == 7
-    assert resume(tmp_path / "cut").finished
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    whole = load_model(tmp_path / "whole", "last")[0].state_dict()
-    for name, x in load_model(tmp_path / "cut", "last")[0].state_dict().items():
-        assert torch.equal(x, whole[name]), name
+        assert resume(tmp_path / "interrupted").step == 7
+    assert resume(tmp_path / "interrupted").finished
+    assert losses(tmp_path / "interrupted") == losses(tmp_path / "uninterrupted")
+    want = load_model(tmp_path / "uninterrupted", "last")[0].state_dict()
+    for name, x in load_model(tmp_path / "interrupted", "last")[0].state_dict().items():
+        assert torch.equal(x, want[name]), name
 
 
-def test_a_signal_during_validation_does_not_wait_for_it_and_loses_nothing(tmp_path, monkeypatch):
+def test_a_signal_stops_a_validation_and_resume_repeats_it(tmp_path, monkeypatch):
     config = tiny_run(tmp_path)
-    train(config, tmp_path / "whole")
+    train(config, tmp_path / "uninterrupted")
     score = loop.score
 
     def signalled(*args, **kwargs):
@@ -63,30 +65,30 @@ def test_a_signal_during_validation_does_not_wait_for_it_and_loses_nothing(tmp_p
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "score", signalled)
-        result = train(config, tmp_path / "cut")
+        result = train(config, tmp_path / "interrupted")
     assert (result.step, result.finished) == (4, False)
-    assert all(kind == "train" for kind, _, _ in losses(tmp_path / "cut"))
-    assert resume(tmp_path / "cut").finished
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert all(kind == "train" for kind, _, _ in losses(tmp_path / "interrupted"))
+    assert resume(tmp_path / "interrupted").finished
+    assert losses(tmp_path / "interrupted") == losses(tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize(
     "changes",
     [{"optim": {"optimizer": "adafactor"}}, {"model": {"attention": "full"}}, {}],
 )
-def test_other_optimizers_and_full_attention_resume_exactly_too(tmp_path, monkeypatch, changes):
+def test_resume_is_exact_with_other_optimizers_and_full_attention(tmp_path, monkeypatch, changes):
     config = tiny_run(tmp_path, **changes, train={"accumulate": 2, "batch_size": 2})
-    train(config, tmp_path / "whole")
+    train(config, tmp_path / "uninterrupted")
     with monkeypatch.context() as patch:
         interrupt_after(patch, 4)
-        train(config, tmp_path / "cut")
-    resume(tmp_path / "cut")
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+        train(config, tmp_path / "interrupted")
+    resume(tmp_path / "interrupted")
+    assert losses(tmp_path / "interrupted") == losses(tmp_path / "uninterrupted")
 
 
-def test_killed_at_a_random_moment_and_resumed(tmp_path):
+def test_resume_is_exact_after_a_kill_at_a_random_moment(tmp_path):
     config = tiny_run(tmp_path, train={"steps": 40, "save_every": 5, "eval_every": 10})
-    train(config, tmp_path / "whole")
+    train(config, tmp_path / "uninterrupted")
     run = tmp_path / "killed"
     program = (
         "import json, sys; from pathlib import Path; import torch\n"
@@ -106,21 +108,21 @@ def test_killed_at_a_random_moment_and_resumed(tmp_path):
     process.kill()
     process.wait()
     assert resume(run).finished
-    assert losses(run) == losses(tmp_path / "whole")
+    assert losses(run) == losses(tmp_path / "uninterrupted")
 
 
-def test_a_run_without_a_checkpoint_begins_again(tmp_path):
+def test_resume_without_a_checkpoint_starts_from_the_first_step(tmp_path):
     config = tiny_run(tmp_path)
-    train(config, tmp_path / "whole")
-    run = tmp_path / "begun"
+    train(config, tmp_path / "uninterrupted")
+    run = tmp_path / "started"
     run.mkdir()
     write_config(run, config, ByteTokenizer())
     (run / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "nats_per_token": 9.0}\n{"ki')
     assert resume(run).finished
-    assert losses(run) == losses(tmp_path / "whole")
+    assert losses(run) == losses(tmp_path / "uninterrupted")
 
 
-def test_a_resume_with_another_config_names_what_differs(tmp_path):
+def test_resume_rejects_a_different_config_and_names_the_changed_fields(tmp_path):
     config = tiny_run(tmp_path, train={"steps": 3})
     train(config, tmp_path / "run")
     other = replace(
@@ -130,13 +132,13 @@ def test_a_resume_with_another_config_names_what_differs(tmp_path):
         CheckpointError, match=r"model.n_code \(7 -> 9\), optim.lr \(0.001 -> 1.0\)"
     ):
         resume(tmp_path / "run", other)
-    # Also if config.json itself says so, as if copied from another run.
+    # The same if config.json was copied from another run.
     write_config(tmp_path / "run", other, ByteTokenizer())
     with pytest.raises(CheckpointError, match=r"model\.n_code"):
         resume(tmp_path / "run")
 
 
-def test_a_config_edited_by_hand_or_of_an_older_version_is_rejected(tmp_path):
+def test_resume_rejects_an_edited_config_and_one_of_an_older_version(tmp_path):
     config = tiny_run(tmp_path, train={"steps": 3})
     train(config, tmp_path / "run")
     path = tmp_path / "run" / "config.json"
@@ -150,8 +152,8 @@ def test_a_config_edited_by_hand_or_of_an_older_version_is_rejected(tmp_path):
 
 
 @pytest.mark.parametrize("option", ["eval_every", "eval_tokens", "log_every", "save_every"])
-def test_how_often_a_run_is_looked_at_changes_no_loss(tmp_path, option):
-    """Codes are started from keys and revived, so candidates are chosen at every step."""
+def test_logging_validation_and_checkpoint_intervals_do_not_affect_training(tmp_path, option):
+    """Codebooks are initialized from keys and revived, so every step draws random candidates."""
     candidates = {"codebook_init": "keys", "revive_below": 0.5}
     config = tiny_run(tmp_path, model=candidates)
     train(config, tmp_path / "one")
@@ -168,7 +170,7 @@ def test_how_often_a_run_is_looked_at_changes_no_loss(tmp_path, option):
     assert all(torch.equal(x, models[1][name]) for name, x in models[0].items())
 
 
-def test_evaluation_draws_no_random_number(tmp_path):
+def test_evaluation_does_not_advance_the_rng(tmp_path):
     config = tiny_run(tmp_path, model={"codebook_init": "keys", "revive_below": 0.5})
     model = TransformerVQ(config.model).train()
     before = torch.get_rng_state()
@@ -176,26 +178,26 @@ def test_evaluation_draws_no_random_number(tmp_path):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_run_that_appears_while_another_prepares_is_not_overwritten(tmp_path, monkeypatch):
-    """Both have looked before either wrote; the second look is under the lock."""
+def test_train_does_not_overwrite_a_run_started_at_the_same_time(tmp_path, monkeypatch):
+    """The other run appears after the first check of the folder; the second one is locked."""
     config = tiny_run(tmp_path, train={"steps": 3})
-    prepare_corpus = runs._corpus
+    prepare_corpus = runs._prepare_corpus
 
     def while_another_starts(*arguments):
         corpus = prepare_corpus(*arguments)
         with monkeypatch.context() as patch:
-            patch.setattr(runs, "_corpus", prepare_corpus)
+            patch.setattr(runs, "_prepare_corpus", prepare_corpus)
             train(config, tmp_path / "run")
         return corpus
 
-    monkeypatch.setattr(runs, "_corpus", while_another_starts)
+    monkeypatch.setattr(runs, "_prepare_corpus", while_another_starts)
     with pytest.raises(CheckpointError, match="already contains a run"):
         train(replace(config, train=replace(config.train, seed=5)), tmp_path / "run")
     assert read_config(tmp_path / "run").train.seed == 0
     assert load_model(tmp_path / "run", "last")[1] == "step 3"
 
 
-def test_a_damaged_line_of_the_metrics_is_reported_and_all_others_stay(tmp_path, capsys):
+def test_read_metrics_warns_about_corrupt_lines_and_returns_the_others(tmp_path, capsys):
     train(tiny_run(tmp_path, train={"steps": 4}), tmp_path / "run")
     path, before = tmp_path / "run" / "metrics.jsonl", losses(tmp_path / "run")
     lines = path.read_text().splitlines(keepends=True)
@@ -205,15 +207,16 @@ def test_a_damaged_line_of_the_metrics_is_reported_and_all_others_stay(tmp_path,
         if damage.endswith("\n"):
             assert losses(tmp_path / "run") == [before[0], *before[2:]]
             assert "1 of" in capsys.readouterr().err
-        else:  # it has swallowed the next line too
+        else:  # without a line end it also makes the next line corrupt
             assert losses(tmp_path / "run") == [before[0], *before[3:]]
             assert "line 2" in capsys.readouterr().err
-    path.write_text("".join(lines)[:-5])  # cut off by a crash: nothing to report
+    # An unfinished last line, as after a crash, is not reported.
+    path.write_text("".join(lines)[:-5])
     assert losses(tmp_path / "run") == before[:-1]
     assert capsys.readouterr().err == ""
 
 
-def test_what_no_update_depends_on_may_change(tmp_path, monkeypatch):
+def test_resume_accepts_changes_that_do_not_affect_training(tmp_path, monkeypatch):
     config = tiny_run(tmp_path)
     with monkeypatch.context() as patch:
         interrupt_after(patch, 4)
@@ -226,7 +229,7 @@ def test_what_no_update_depends_on_may_change(tmp_path, monkeypatch):
     assert read_config(tmp_path / "run").train.keep == 1
 
 
-def test_changed_data_are_noticed(tmp_path):
+def test_resume_rejects_changed_data(tmp_path):
     config = tiny_run(tmp_path, train={"steps": 3})
     train(config, tmp_path / "run")
     (Path(config.data.path) / "0.txt").write_text("other words " * 200)
@@ -234,7 +237,7 @@ def test_changed_data_are_noticed(tmp_path):
         resume(tmp_path / "run")
 
 
-def test_data_that_were_only_copied_have_not_changed(tmp_path, monkeypatch):
+def test_resume_accepts_a_copy_of_the_data(tmp_path, monkeypatch):
     config = tiny_run(tmp_path)
     with monkeypatch.context() as patch:
         interrupt_after(patch, 4)
@@ -244,7 +247,7 @@ def test_data_that_were_only_copied_have_not_changed(tmp_path, monkeypatch):
     assert resume(tmp_path / "run", moved).finished
 
 
-def test_a_run_can_be_resumed_from_another_folder(tmp_path, monkeypatch):
+def test_resume_works_from_another_working_directory(tmp_path, monkeypatch):
     config = tiny_run(tmp_path)
     monkeypatch.chdir(tmp_path)
     relative = replace(config, data=replace(config.data, path="text"))
@@ -255,14 +258,14 @@ def test_a_run_can_be_resumed_from_another_folder(tmp_path, monkeypatch):
     assert resume(tmp_path / "run").finished
 
 
-def test_one_process_at_a_time(tmp_path):
+def test_resume_rejects_a_run_in_use_by_another_process(tmp_path):
     config = tiny_run(tmp_path, train={"steps": 3})
     train(config, tmp_path / "run")
     with locked(tmp_path / "run"), pytest.raises(CheckpointError, match="another process"):
         resume(tmp_path / "run")
 
 
-def test_a_finished_run_resumes_to_nothing(tmp_path):
+def test_resume_of_a_finished_run_changes_nothing(tmp_path):
     config = tiny_run(tmp_path, train={"steps": 3})
     train(config, tmp_path / "run")
     before = losses(tmp_path / "run")

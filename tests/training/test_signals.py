@@ -1,4 +1,4 @@
-"""Interruptions: each signal at each kind of moment, then resuming gives the same bits.
+"""Interruptions: resuming after each signal at each kind of moment gives the same bits.
 
 Every run is a forked child that sends the signal to itself from a hook at one exact point.
 """
@@ -29,7 +29,7 @@ from interruptions import (
     in_print,
     in_removal,
     in_rename,
-    in_update,
+    in_step,
     in_validation,
     nth,
     sends,
@@ -47,15 +47,15 @@ from transformer_vq.training.run import resume, train
 
 TINY = PRESETS["tiny"]
 
-# A run of 10 steps. Sequences begin at 0, 3, 6 and 9; states are carried through all other steps.
-# Validations, of two windows, at 2, 4, ...; checkpoints at 4, 8 and 10, of which one is kept. Each
-# moment with the step of the newest checkpoint if the run can still save, and if it cannot.
+# A run of 10 steps. Sequences start at steps 0, 3, 6 and 9; the state is carried through all other
+# steps. Validations, of two windows, are at 2, 4, ...; checkpoints at 4, 8 and 10, of which one is
+# kept. Each moment has the step of the newest checkpoint if the run can still save, and if not.
 MOMENTS: dict[str, tuple[Moment, int, int]] = {
-    "update, first window of a sequence": (in_update(3), 4, 0),
-    "update, middle window": (in_update(4), 5, 4),
-    "update, last window": (in_update(5), 6, 4),
-    "update, between weights and codebooks": (before_codebooks(6), 7, 4),
-    "last update": (in_update(9), 10, 8),
+    "step, first window of a sequence": (in_step(3), 4, 0),
+    "step, middle window": (in_step(4), 5, 4),
+    "step, last window": (in_step(5), 6, 4),
+    "step, between weights and codebooks": (before_codebooks(6), 7, 4),
+    "last step": (in_step(9), 10, 8),
     "validation": (in_validation(5), 6, 4),
     "last validation": (in_validation(9), 10, 8),
     "printing a validation": (in_print("step 6"), 6, 4),
@@ -70,16 +70,16 @@ MOMENTS: dict[str, tuple[Moment, int, int]] = {
 
 
 class Runs:
-    """A folder of runs with the same config, the first of which is never disturbed."""
+    """A folder of runs with the same config, and one of them without an interruption."""
 
     def __init__(self, folder: Path, p_drop: float) -> None:
         dropout = {"p_dropsin": p_drop, "p_dropres": p_drop, "p_droplyr": p_drop}
-        # Low decay: codes that no key uses are revived within the few steps of these runs.
+        # Low decay, so that unused codes are revived within the few steps of these runs.
         sizes = {"d_model": 16, "n_layer": 1, "d_k": 8, "n_code": 24, "block_len": 8}
         self.config = RunConfig(
             model=replace(TINY.model, **sizes, **dropout, ema_decay=0.6),
             data=tiny_run(folder).data,
-            # So high that validations become worse again: the best model is that of step 6.
+            # High enough that the validation loss rises again: the best model is that of step 6.
             optim=replace(TINY.optim, lr=0.1, warmup=3),
             train=replace(
                 TINY.train,
@@ -95,8 +95,8 @@ class Runs:
             ),
         )
         self.folder = folder
-        self.undisturbed = folder / "undisturbed"
-        assert self.train(self.undisturbed).status == 0
+        self.uninterrupted = folder / "uninterrupted"
+        assert self.train(self.uninterrupted).status == 0
 
     def train(self, run: Path, *hooks: Callable[[], None]) -> Ended:
         return _in_child(lambda: train(self.config, run), *hooks)
@@ -105,21 +105,21 @@ class Runs:
         return _in_child(lambda: resume(run), *hooks)
 
     def options(self) -> list[str]:
-        """The options that turn the preset into this config."""
+        """Return the command line options that turn the preset into this config."""
         changes = self.config.differences(TINY)
         return [f"--{name.replace('_', '-')}={value}" for name, (value, _) in changes.items()]
 
     def assert_same(self, run: Path) -> None:
-        """All losses, all tensors of the final checkpoint, and the best model are the same."""
-        assert losses(run) == losses(self.undisturbed)
-        got, want = _tensors(run), _tensors(self.undisturbed)
+        """Check that all losses, the final checkpoint and the best model are the same."""
+        assert losses(run) == losses(self.uninterrupted)
+        got, want = _tensors(run), _tensors(self.uninterrupted)
         assert got.keys() == want.keys()
         assert [name for name in want if got[name] != want[name]] == []
         assert [path for path in run.rglob("*") if ".partial" in path.name] == []
 
 
 def _tensors(run: Path) -> dict[str, bytes]:
-    """Every bit of the final checkpoint and of the best model."""
+    """Return the bytes of all tensors in the final checkpoint and the best model."""
     checkpoint = newest_checkpoint(run)
     assert checkpoint is not None
     best, _ = read_tensors(run / "best" / "model.safetensors")
@@ -132,7 +132,7 @@ def _tensors(run: Path) -> dict[str, bytes]:
 
 
 def _in_child(run: Callable[[], TrainingResult | None], *hooks: Callable[[], None]) -> Ended:
-    """Run in a forked child, which ends with the same statuses as the command line."""
+    """Run in a forked child, which exits with the same status as the command line."""
 
     def child() -> None:
         torch.use_deterministic_algorithms(True)
@@ -154,7 +154,7 @@ def newest_step(run: Path) -> int:
 
 @pytest.fixture(scope="module")
 def runs_by_dropout(tmp_path_factory):
-    """Runs by their probability of dropout, made when a test needs them."""
+    """Return a function from the dropout probability to runs, created on first use."""
     return cache(lambda p_drop: Runs(tmp_path_factory.mktemp("signals"), p_drop))
 
 
@@ -164,15 +164,15 @@ def runs(runs_by_dropout):
 
 
 def cases() -> list:
-    """Every signal at every moment, with and without dropout.
+    """Return every signal at every moment, with and without dropout.
 
-    With dropout the default run has a signal that saves and one that cannot at every moment;
-    without dropout the signals take turns.
+    The default test run has, with dropout, a signal that saves and one that cannot at every
+    moment. Without dropout it has one signal per moment, in turn.
     """
     listed = []
     for n, moment in enumerate(MOMENTS):
-        turn = list(INTERRUPTIONS)[n % len(INTERRUPTIONS)]
-        for p_drop, default in ((0.2, ("SIGTERM", "SIGKILL")), (0.0, (turn,))):
+        in_turn = list(INTERRUPTIONS)[n % len(INTERRUPTIONS)]
+        for p_drop, default in ((0.2, ("SIGTERM", "SIGKILL")), (0.0, (in_turn,))):
             for name in INTERRUPTIONS:
                 marks = () if name in default else pytest.mark.slow
                 case = f"{name}-{moment}-{'dropout' if p_drop else 'no dropout'}"
@@ -192,7 +192,7 @@ def test_resume_after_a_signal_is_exact(runs_by_dropout, tmp_path, p_drop, name,
 
 
 TWICE = {
-    "update": (in_update(4), in_update(7)),
+    "step": (in_step(4), in_step(7)),
     "validation": (in_validation(5), in_validation(1)),
     "checkpoint": (in_rename("step-00000008"), in_append("train", 10)),
 }
@@ -201,7 +201,7 @@ TWICE = {
 @pytest.mark.parametrize(
     ("name", "moments"),
     [
-        *((name, "update") for name in INTERRUPTIONS),
+        *((name, "step") for name in INTERRUPTIONS),
         *itertools.product(("SIGTERM", "SIGKILL"), ("validation", "checkpoint")),
     ],
 )
@@ -217,7 +217,7 @@ def test_resume_after_two_interruptions_is_exact(runs, tmp_path, name, moments):
 def test_command_line_exits_with_the_status_of_the_signal(runs, tmp_path, name):
     run, interruption = tmp_path / "run", INTERRUPTIONS[name]
     arguments = ["train", "tiny", "--out", str(run), *runs.options()]
-    hook = sends(in_update(4), interruption)
+    hook = sends(in_step(4), interruption)
     ended = _in_child(lambda: main(arguments), hook)
     assert (ended.status, ended.has_traceback) == (interruption.status, False), ended
     assert (f"continue with: tvq resume {run}\n" in ended.out) == interruption.saves
@@ -227,17 +227,17 @@ def test_command_line_exits_with_the_status_of_the_signal(runs, tmp_path, name):
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
-def test_signals_ignored_before_the_run_are_ignored_by_it(runs, tmp_path, number):
+def test_a_run_ignores_signals_that_were_ignored_before_it(runs, tmp_path, number):
     """As under nohup (SIGHUP) and in the background of a shell script (SIGINT)."""
     run = tmp_path / "run"
-    hook = sends(in_update(4), Interruption((number,), status=0, saves=False))
+    hook = sends(in_step(4), Interruption((number,), status=0, saves=False))
     ended = runs.train(run, lambda: signal.signal(number, signal.SIG_IGN), hook)
     assert ended.status == 0, ended
     runs.assert_same(run)
 
 
-def test_closing_the_terminal_saves(runs, tmp_path):
-    """Then SIGHUP arrives, and every write to the terminal fails."""
+def test_a_closed_terminal_saves_the_run(runs, tmp_path):
+    """SIGHUP arrives, and every write to the terminal fails."""
     run = tmp_path / "run"
 
     def child() -> None:
@@ -264,15 +264,15 @@ def test_closing_the_terminal_saves(runs, tmp_path):
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
 @pytest.mark.parametrize("file", ["metrics.jsonl", "config.json"])
 def test_resume_after_an_interrupted_resume_is_exact(runs, tmp_path, file, name):
-    """The files that resuming rewrites before it starts to train."""
+    """The interruption comes while `resume` rewrites a file, before it starts to train."""
     run, interruption = tmp_path / "run", INTERRUPTIONS[name]
-    assert runs.train(run, sends(in_update(5), INTERRUPTIONS["SIGKILL"])).status == -9
+    assert runs.train(run, sends(in_step(5), INTERRUPTIONS["SIGKILL"])).status == -9
     assert runs.resume(run, sends(in_rename(file), interruption)).status != 0
     assert runs.resume(run).status == 0
     runs.assert_same(run)
 
 
-def test_a_run_killed_before_its_config_is_written_can_be_started_again(runs, tmp_path):
+def test_train_can_be_repeated_after_a_kill_before_the_config_is_written(runs, tmp_path):
     run = tmp_path / "run"
     hook = sends(in_rename("config.json"), INTERRUPTIONS["SIGKILL"])
     assert runs.train(run, hook).status == -9
@@ -280,29 +280,33 @@ def test_a_run_killed_before_its_config_is_written_can_be_started_again(runs, tm
     runs.assert_same(run)
 
 
-def test_the_best_model_of_these_runs_is_not_the_last(runs):
-    """Otherwise the tests above would not show whether resuming remembers the best loss."""
-    validations = [(loss, step) for kind, step, loss in losses(runs.undisturbed) if kind != "train"]
+def test_best_model_of_these_runs_is_not_the_last(runs):
+    """Otherwise the tests above would not show whether `resume` restores the best loss."""
+    validations = [
+        (loss, step) for kind, step, loss in losses(runs.uninterrupted) if kind != "train"
+    ]
     assert min(validations)[1] == 6
 
 
-def test_these_runs_start_codebooks_from_keys_and_revive_codes(runs):
-    """Otherwise the tests above would not cover candidates for codes."""
+def test_these_runs_initialize_codebooks_from_keys_and_revive_codes(runs):
+    """Otherwise the tests above would not cover the candidates for codes."""
     model = runs.config.model
     assert (model.codebook_init, model.revive_below) == ("keys", 0.1)
 
     def child() -> None:
-        update = VectorQuantizer.update
+        update_codebook = VectorQuantizer.update_codebook
 
-        def count(self: VectorQuantizer, usage: CodeUsage) -> None:
+        def count(self: VectorQuantizer, code_usage: CodeUsage) -> None:
             was_started = bool(self.started)
-            update(self, usage)
+            update_codebook(self, code_usage)
             if was_started:
                 print(int((self.c_count == 1).sum()), end=" ")
 
-        VectorQuantizer.update = count
+        VectorQuantizer.update_codebook = count
         train(runs.config, runs.folder / "counted")
 
-    counts = [int(n) for n in run_forked(child).out.split()]
+    ended = run_forked(child)
+    assert ended.status == 0, ended
+    counts = [int(n) for n in ended.out.split()]
     assert len(counts) == 2 * (runs.config.train.steps - 1)  # a layer has two codebooks
     assert sum(counts) > 0

@@ -1,4 +1,4 @@
-"""Sizes by arithmetic against the model itself: FLOPs counted, states and moments measured."""
+"""Calculated sizes against the model itself: FLOPs, states and optimizer moments."""
 
 from dataclasses import astuple, replace
 
@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformer_vq import PRESETS, TransformerVQ
 from transformer_vq.config import OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from transformer_vq.nn import attention
-from transformer_vq.parallel.tensor_parallel import divided_axes
+from transformer_vq.parallel.tensor_parallel import sharded_axes
 from transformer_vq.training.optim import make_optimizer
 from transformer_vq.training.sizes import flops_per_token, sizes
 
@@ -18,6 +18,7 @@ HEAD_TYPES = ("shga", "mqa", "mha", "gqa")
 
 
 def run_of(train=None, optim=None, **model):
+    """Return the config of a tiny run."""
     train = {"batch_size": 8, "seq_len": 24, "backprop_len": 8} | (train or {})
     return RunConfig(
         tiny_config(**model), optim=OptimConfig(**(optim or {})), train=TrainConfig(**train)
@@ -25,13 +26,13 @@ def run_of(train=None, optim=None, **model):
 
 
 def n_heads(config):
-    """Query heads and key heads."""
+    """Return the number of query heads and of key heads."""
     heads = 1 if config.head_type == "shga" else config.d_model // config.d_k
     return heads, {"mha": heads, "gqa": config.n_kv_head}.get(config.head_type, 1)
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_flops_are_those_of_the_papers_accounting(name):
+def test_flops_per_token_match_the_formula_of_the_paper(name):
     config = PRESETS[name].model
     d_model, d_k, d_v = config.d_model, config.d_k, 2 * config.d_model
     n_code, window = config.n_code, 2 * config.block_len
@@ -53,16 +54,16 @@ def test_flops_are_those_of_the_papers_accounting(name):
     [{"attention": "vq"}, {"attention": "vq", "compressive_cache": False}, {"attention": "full"}],
     ids=["vq", "window", "full"],
 )
-def test_flops_are_those_of_the_products_in_a_forward_pass(head_type, kind):
-    # The plain form, which leaves nothing out; the fast one skips a cache that is empty.
+def test_flops_per_token_match_the_flops_counted_in_a_forward_pass(head_type, kind):
+    # The serial reduction computes everything; the fast path skips an empty cache.
     config = tiny_config(head_type=head_type, **kind)
     model, tokens = TransformerVQ(config, reduction="serial"), torch.zeros(3, 24, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         model(tokens)
-    # All 24 keys are scored, masked ones too, which is the average over a sequence of 48.
+    # All 24 keys are scored, including masked ones, which is the average over a sequence of 48.
     want = tokens.numel() * flops_per_token(config, 48)
-    # The accounting leaves out the projection of sinusoids, once per batch, and has a positional
-    # score for all 2 L keys, where the model has one for each distance up to L.
+    # The formula leaves out the projection of the sinusoids, once per batch. It has a positional
+    # score for all 2 L keys, but the model computes one for each distance up to L.
     heads, kv_heads = n_heads(config)
     n_distances = 24 if config.attention == "full" else config.block_len + 1
     n_biased = 24 if config.attention == "full" else 2 * config.block_len
@@ -73,14 +74,14 @@ def test_flops_are_those_of_the_products_in_a_forward_pass(head_type, kind):
     assert counter.get_total_flops() == want
 
 
-def test_full_attention_meets_half_of_the_sequence_on_average():
+def test_flops_of_full_attention_count_half_of_the_sequence():
     config = tiny_config(attention="full")
     per_key = 2 * 2 * config.n_layer * (config.d_k + config.d_k + 2 * config.d_model)
     more = flops_per_token(config, 2000) - flops_per_token(config, 1000)
     assert more == 500 * per_key
 
 
-def test_training_costs_three_forward_passes():
+def test_train_flops_are_three_forward_passes():
     config = run_of()
     found = sizes(config)
     assert found.forward_flops == flops_per_token(config.model, config.train.seq_len)
@@ -90,7 +91,7 @@ def test_training_costs_three_forward_passes():
 
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
 @pytest.mark.parametrize("compressive_cache", [True, False])
-def test_the_state_of_linear_attention_never_grows(head_type, compressive_cache):
+def test_state_bytes_of_vq_attention_do_not_grow(head_type, compressive_cache):
     config = run_of(head_type=head_type, compressive_cache=compressive_cache)
     model = TransformerVQ(config.model).eval()
     want = sizes(config).state_bytes
@@ -100,7 +101,7 @@ def test_the_state_of_linear_attention_never_grows(head_type, compressive_cache)
 
 
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
-def test_the_state_of_full_attention_is_that_after_a_whole_sequence(head_type):
+def test_state_bytes_of_full_attention_are_those_after_a_complete_sequence(head_type):
     config = run_of(head_type=head_type, attention="full")
     with torch.no_grad():
         state = TransformerVQ(config.model).eval()(torch.zeros(1, 24, dtype=torch.int64)).state
@@ -108,7 +109,7 @@ def test_the_state_of_full_attention_is_that_after_a_whole_sequence(head_type):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_parameters_of_the_presets_are_those_counted_by_hand(name):
+def test_parameters_of_the_presets_match_the_formula(name):
     config = PRESETS[name].model
     gau = config.d_model * (3 * config.d_k + 3 * 2 * config.d_model) + 2 * config.d_k
     want = config.vocab_size * config.d_model + 2 * config.n_layer * gau
@@ -123,7 +124,7 @@ def test_parameters_of_the_presets_are_those_counted_by_hand(name):
 
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
 @pytest.mark.parametrize("attention_type", ["vq", "full"])
-def test_parameters_and_codebooks_are_those_of_the_model(head_type, attention_type):
+def test_parameters_and_codebooks_match_the_model(head_type, attention_type):
     config = run_of(head_type=head_type, attention=attention_type)
     model = TransformerVQ(config.model)
     found = sizes(config)
@@ -139,7 +140,7 @@ LARGE = {"vocab_size": 130, "d_model": 128, "d_k": 128, "n_layer": 1}
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
 @pytest.mark.parametrize("model", [{}, LARGE, LARGE | {"absolute_positions": True}])
-def test_the_optimizer_keeps_as_many_numbers_after_a_step(optimizer, head_type, model):
+def test_optimizer_bytes_match_the_state_after_a_step(optimizer, head_type, model):
     if head_type == "gqa" and model:
         model = model | {"d_k": 32}
     config = run_of(optim={"optimizer": optimizer}, head_type=head_type, **model)
@@ -153,13 +154,13 @@ def test_the_optimizer_keeps_as_many_numbers_after_a_step(optimizer, head_type, 
     assert sizes(config).optimizer_bytes == want
 
 
-def test_factored_moments_are_far_fewer_than_weights():
+def test_factored_moments_are_much_smaller_than_the_weights():
     config = run_of(optim={"optimizer": "adafactor"}, **LARGE)
     found = sizes(config)
     assert found.optimizer_bytes < found.parameters * 4 / 20
 
 
-def test_training_memory_is_the_sum_of_its_parts():
+def test_train_bytes_are_the_sum_of_their_parts():
     found = sizes(run_of())
     parts = (found.weight_bytes, found.weight_bytes, found.optimizer_bytes, found.activation_bytes)
     assert found.train_bytes == sum(parts)
@@ -168,7 +169,7 @@ def test_training_memory_is_the_sum_of_its_parts():
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
 @pytest.mark.parametrize("attention_type", ["vq", "full"])
 @pytest.mark.parametrize("checkpoint_activations", [False, True])
-def test_activations_grow_with_the_number_of_sequences(
+def test_activation_bytes_are_proportional_to_the_batch_size(
     head_type, attention_type, checkpoint_activations
 ):
     def activations(batch_size):
@@ -178,47 +179,47 @@ def test_activations_grow_with_the_number_of_sequences(
     assert activations(12) == 12 * activations(1)
 
 
-def test_of_parts_of_a_batch_only_the_carried_states_add_up():
-    whole, half = run_of({"batch_size": 4}), run_of({"batch_size": 8, "accumulate": 2})
-    state = sizes(whole).state_bytes
-    assert sizes(half).activation_bytes == sizes(whole).activation_bytes + 4 * state
+def test_accumulation_adds_only_the_carried_states():
+    one, two = run_of({"batch_size": 4}), run_of({"batch_size": 8, "accumulate": 2})
+    state = sizes(one).state_bytes
+    assert sizes(two).activation_bytes == sizes(one).activation_bytes + 4 * state
 
 
-def test_a_number_of_parts_left_open_counts_as_one():
+def test_accumulate_zero_counts_as_one():
     assert sizes(run_of({"accumulate": 0})) == sizes(run_of({"accumulate": 1}))
 
 
 @pytest.mark.parametrize("attention_type", ["vq", "full"])
 @pytest.mark.parametrize("saving", [{"checkpoint_activations": True}, {"precision": "bf16"}])
-def test_what_saves_memory_is_seen(attention_type, saving):
+def test_activation_bytes_shrink_with_options_that_save_memory(attention_type, saving):
     small = PRESETS["small"]
     plain = replace(small, model=replace(small.model, attention=attention_type))
     saved = replace(plain, train=replace(plain.train, **saving))
     assert sizes(saved).activation_bytes < 0.8 * sizes(plain).activation_bytes
 
 
-def test_recomputation_keeps_the_state_before_every_segment(monkeypatch):
+def test_activation_checkpointing_keeps_the_state_before_every_segment(monkeypatch):
     def more_with_six_segments(n_layer):
         config = run_of({"checkpoint_activations": True, "backprop_len": 24}, n_layer=n_layer)
         with monkeypatch.context() as patch:
-            whole = sizes(config)
+            one = sizes(config)
             patch.setattr(attention, "AUTO_SCORES", 1)
-            in_blocks = sizes(config)
-        return in_blocks.activation_bytes - whole.activation_bytes, whole.state_bytes
+            six = sizes(config)
+        return six.activation_bytes - one.activation_bytes, one.state_bytes
 
-    # What is computed again at a time is one branch, whatever the depth.
+    # One branch is recomputed at a time, so that part does not depend on the number of layers.
     (shallow, shallow_state), (deep, deep_state) = map(more_with_six_segments, (1, 3))
     assert deep - shallow == 8 * 5 * (deep_state - shallow_state)
 
 
 @pytest.mark.parametrize("n_layer", [1, 2, 3])
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
-@pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"fsdp": 2}, {"fsdp": 2, "cp": 2}])
-def test_one_layer_stands_for_all(n_layer, head_type, layout):
+@pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"fsdp": 2}, {"fsdp": 2, "cp": 2}])
+def test_sizes_match_the_model_for_any_number_of_layers(n_layer, head_type, mesh):
     config = run_of(head_type=head_type, n_layer=n_layer, tie_embeddings=True)
-    config = replace(config, parallel=ParallelConfig(**layout))
+    config = replace(config, parallel=ParallelConfig(**mesh))
     model = TransformerVQ(config.model)
-    divided = divided_axes(model) if "tp" in layout else {}
+    divided = sharded_axes(model) if "tp" in mesh else {}
     n_shards = config.parallel.fsdp * config.parallel.cp
     resident = sum(
         -(-p.numel() // (n_shards * (2 if name in divided else 1)))
@@ -235,7 +236,7 @@ def test_one_layer_stands_for_all(n_layer, head_type, layout):
     assert found.optimizer_bytes == 8 * resident
 
 
-def test_layers_beyond_the_first_cost_the_same_each():
+def test_every_additional_layer_has_the_same_sizes():
     def of(n_layer, **parts):
         return torch.tensor(astuple(sizes(run_of(**LARGE | {"n_layer": n_layer} | parts))))
 

@@ -1,4 +1,4 @@
-"""Sizes of every run that a config allows, and the options that reduce its memory."""
+"""Sizes of extreme configs, and the advice on options that reduce memory."""
 
 from dataclasses import astuple, fields, replace
 
@@ -8,7 +8,7 @@ from helpers import tiny_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_vq.cli.report import sizes_table
+from transformer_vq.cli.info import sizes_table
 from transformer_vq.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from transformer_vq.errors import UserError
 from transformer_vq.training.sizes import Sizes, memory_hint, sizes
@@ -17,12 +17,13 @@ HEAD_TYPES = ("shga", "mqa", "mha", "gqa")
 
 
 def run_of(train=None, **model):
+    """Return the config of a tiny run."""
     train = {"batch_size": 8, "seq_len": 24, "backprop_len": 8} | (train or {})
     return RunConfig(tiny_config(**model), train=TrainConfig(**train))
 
 
 @pytest.mark.parametrize(
-    ("layout", "model", "train"),
+    ("mesh", "model", "train"),
     [
         ({"dp": 300}, {}, {}),
         ({"fsdp": 3}, {}, {}),
@@ -34,18 +35,18 @@ def run_of(train=None, **model):
         ({"tp": 2, "fsdp": 2}, {}, {}),
     ],
 )
-def test_layouts_that_do_not_divide_the_run_are_rejected(layout, model, train):
-    config = replace(run_of(train, **model), parallel=ParallelConfig(**layout))
+def test_sizes_reject_a_mesh_that_does_not_divide_the_run(mesh, model, train):
+    config = replace(run_of(train, **model), parallel=ParallelConfig(**mesh))
     with pytest.raises(UserError):
         sizes(config)
 
 
-def test_data_parallel_left_open_counts_as_one_process():
-    one, open_ = (replace(run_of(), parallel=ParallelConfig(dp=dp)) for dp in (1, 0))
-    assert sizes(one) == sizes(open_)
+def test_dp_zero_counts_as_one_process():
+    one, zero = (replace(run_of(), parallel=ParallelConfig(dp=dp)) for dp in (1, 0))
+    assert sizes(one) == sizes(zero)
 
 
-# Mostly powers of two, so that most runs are possible.
+# Mostly powers of two, so that most configs are valid.
 WIDTHS = st.sampled_from([1, 2, 6, 16, 128, 2**20, 2**24])
 COUNTS = st.sampled_from([1, 2, 6, 64, 4096, 2**20, 2**24])
 PROCESSES = st.sampled_from([1, 1, 1, 1, 2, 3, 4, 2**20])
@@ -73,7 +74,7 @@ DRAWN = {
 
 @st.composite
 def drawn_configs(draw, kind):
-    """A config of any values that are allowed, or None if they do not go together."""
+    """Draw a config, or None if the drawn values cannot be combined."""
     values = {f.name: draw(DRAWN[f.name]) for f in fields(kind) if f.name in DRAWN}
     try:
         return kind(**values)
@@ -83,10 +84,10 @@ def drawn_configs(draw, kind):
 
 @settings(max_examples=400)
 @given(*map(drawn_configs, (ModelConfig, OptimConfig, TrainConfig, ParallelConfig)))
-def test_every_run_has_sizes_or_is_rejected_in_one_line(model, optim, train, layout):
+def test_sizes_accept_a_config_or_reject_it_in_one_line(model, optim, train, mesh):
     if model is None or train is None:
         return
-    config = RunConfig(model, optim=optim, train=train, parallel=layout)
+    config = RunConfig(model, optim=optim, train=train, parallel=mesh)
     assert memory_hint(config)
     try:
         found = sizes(config)
@@ -99,7 +100,7 @@ def test_every_run_has_sizes_or_is_rejected_in_one_line(model, optim, train, lay
     assert len(lines) == 1
 
 
-def test_the_largest_model_has_sizes():
+def test_sizes_accept_the_largest_model():
     most, long = 2**24, 2**40
     for head_type in HEAD_TYPES:
         for d_k in (1, most):
@@ -119,22 +120,22 @@ def test_memory_hint_names_only_options_that_help(monkeypatch):
     plain = {"device": "cpu", "batch_size": 8, "backprop_len": 24}
     hint = memory_hint(run_of(plain))
     every = (
-        *("--train.batch-size", "--train.accumulate", "--train.checkpoint_activations"),
+        *("--train.batch-size", "--train.accumulate", "--train.checkpoint-activations"),
         *("--train.precision bf16", "--train.backprop-len", "--model.d-model"),
     )
     for name in every:
         assert name in hint
     assert "--train.seq-len" not in hint
-    for change, gone in (
+    for change, absent in (
         ({"batch_size": 1}, "--train.batch-size"),
         ({"batch_size": 1}, "--train.accumulate"),
         ({"accumulate": 8}, "--train.accumulate"),
         ({"accumulate": 0}, "--train.accumulate"),
-        ({"checkpoint_activations": True}, "--train.checkpoint_activations"),
+        ({"checkpoint_activations": True}, "--train.checkpoint-activations"),
         ({"precision": "bf16"}, "--train.precision"),
         ({"backprop_len": 3}, "--train.backprop-len"),
     ):
-        assert gone not in memory_hint(run_of(plain | change))
+        assert absent not in memory_hint(run_of(plain | change))
     assert "--train.seq-len" in memory_hint(run_of(plain, attention="full"))
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     assert "--train.precision" not in memory_hint(run_of(plain))

@@ -1,4 +1,4 @@
-"""One update: accumulation, clipping, codebooks, carried state."""
+"""One training step: accumulation, clipping, codebooks, carried states."""
 
 from dataclasses import replace
 
@@ -30,11 +30,11 @@ def make(tmp_path, dtype=torch.float64, **changes):
     return Trainer(model, config, CPU), batches
 
 
-def run(trainer, batches, n):
-    return [trainer.update(batches[u], u, batches.begins(u)) for u in range(n)]
+def run(trainer, batches, steps):
+    return [trainer.step(batches[i], i, batches.starts_sequences(i)) for i in steps]
 
 
-def test_an_update_is_the_step_written_out_by_hand(tmp_path):
+def test_step_equals_a_step_written_by_hand(tmp_path):
     trainer, batches = make(tmp_path, model=NO_DROPOUT, optim={"grad_clip": 0.05, "warmup": 0})
     config = trainer.config
     torch.manual_seed(1)
@@ -53,9 +53,9 @@ def test_an_update_is_the_step_written_out_by_hand(tmp_path):
     optimizer.step()
     model.update_codebooks(output.code_usage)
 
-    update = trainer.update(batch, 0, begins=True)
-    assert update.nats_per_token == pytest.approx(float(nats.detach()), rel=1e-12)
-    assert update.grad_norm == pytest.approx(float(norm), rel=1e-12)
+    result = trainer.step(batch, 0, begins=True)
+    assert result.nats_per_token == pytest.approx(float(nats.detach()), rel=1e-12)
+    assert result.grad_norm == pytest.approx(float(norm), rel=1e-12)
     for (name, got), want in zip(
         trainer.model.state_dict().items(), model.state_dict().values(), strict=True
     ):
@@ -64,56 +64,68 @@ def test_an_update_is_the_step_written_out_by_hand(tmp_path):
 
 
 @pytest.mark.parametrize("attention", ["vq", "full"])
-def test_micro_batches_add_up_to_the_whole_batch(tmp_path, attention):
+def test_micro_batches_equal_the_full_batch(tmp_path, attention):
     changed = NO_DROPOUT | {"attention": attention}
-    whole, batches = make(tmp_path, model=changed)
+    full, batches = make(tmp_path, model=changed)
     parts, _ = make(tmp_path, model=changed, train={"accumulate": 4})
-    for a, b in zip(run(whole, batches, 5), run(parts, batches, 5), strict=True):
+    for a, b in zip(run(full, batches, range(5)), run(parts, batches, range(5)), strict=True):
         assert a.nats_per_token == pytest.approx(b.nats_per_token, rel=1e-12)
         assert a.commit_loss == pytest.approx(b.commit_loss, rel=1e-12)
         assert a.tokens == b.tokens
-    for name, x in whole.model.state_dict().items():
+    for name, x in full.model.state_dict().items():
         if x.is_floating_point():
             assert_close(name, parts.model.state_dict()[name], x, 1e-12)
 
 
-def test_micro_batches_weigh_by_their_valid_targets(tmp_path):
-    whole, batches = make(tmp_path, model=NO_DROPOUT)
+def test_micro_batches_are_weighted_by_their_valid_targets(tmp_path):
+    full, batches = make(tmp_path, model=NO_DROPOUT)
     parts, _ = make(tmp_path, model=NO_DROPOUT, train={"accumulate": 2})
     batch = batches[0]
     valid = torch.ones_like(batch.tokens, dtype=torch.bool)
     valid[0, 3:] = False
     valid[3, 1:] = False
     batch = replace(batch, valid=valid)
-    a, b = whole.update(batch, 0, begins=True), parts.update(batch, 0, begins=True)
+    a, b = full.step(batch, 0, begins=True), parts.step(batch, 0, begins=True)
     assert a.tokens == b.tokens == int(valid.sum())
     assert a.nats_per_token == pytest.approx(b.nats_per_token, rel=1e-12)
     assert a.commit_loss == pytest.approx(b.commit_loss, rel=1e-12)
-    for (name, p), q in zip(whole.model.named_parameters(), parts.model.parameters(), strict=True):
+    for (name, p), q in zip(full.model.named_parameters(), parts.model.parameters(), strict=True):
         assert_close(name, q.grad, p.grad, 1e-12)
 
 
-def test_the_state_is_carried_within_a_sequence_and_fresh_at_its_start(tmp_path):
+def test_states_are_carried_within_a_sequence_and_reset_at_its_start(tmp_path):
     trainer, batches = make(tmp_path, model=NO_DROPOUT)
     positions = []
-    for u in range(4):
-        trainer.update(batches[u], u, batches.begins(u))
+    for i in range(4):
+        trainer.step(batches[i], i, batches.starts_sequences(i))
         states = trainer.carried[0]
         positions.append(int(states.position.max()))
         assert not any(layer.v.requires_grad for layer in states.layers)
-    assert [batches.begins(u) for u in range(4)] == [True, False, False, True]
+    assert [batches.starts_sequences(i) for i in range(4)] == [True, False, False, True]
     assert positions[0] == 16
     assert positions[2] > 16
     assert positions[3] == 16
 
 
-def test_masks_of_a_sequence_last_for_all_its_windows(tmp_path):
+def test_states_are_dropped_at_the_end_of_sequences(tmp_path):
+    trainer, batches = make(tmp_path, train={"accumulate": 2})
+    n_carried = []
+    for i in range(4):
+        begins, ends = batches.starts_sequences(i), batches.starts_sequences(i + 1)
+        trainer.step(batches[i], i, begins, ends)
+        n_carried.append(len(trainer.carried))
+        has_states = any(name.startswith("state") for name in trainer.tensors())
+        assert has_states == (not ends)
+    assert n_carried == [2, 2, 0, 2]
+
+
+def test_dropout_masks_are_kept_for_all_windows_of_a_sequence(tmp_path):
     trainer, batches = make(
         tmp_path, model={"p_dropsin": 0.4, "p_droplyr": 0.5}, train={"batch_size": 8}
     )
     kept, masks = [], []
-    for u in range(4):
-        trainer.update(batches[u], u, batches.begins(u))
+    for i in range(4):
+        trainer.step(batches[i], i, batches.starts_sequences(i))
         kept.append(trainer.carried[0].branch_keep)
         masks.append(trainer.carried[0].layers[0].sinusoid_mask)
     assert torch.equal(kept[0], kept[1])
@@ -122,54 +134,54 @@ def test_masks_of_a_sequence_last_for_all_its_windows(tmp_path):
     assert not torch.equal(masks[2], masks[3])
 
 
-def test_recomputation_changes_nothing(tmp_path):
+def test_activation_checkpointing_does_not_change_losses(tmp_path):
     plain, batches = make(tmp_path, torch.float32)
-    again, _ = make(tmp_path, torch.float32, train={"checkpoint_activations": True})
+    checkpointed, _ = make(tmp_path, torch.float32, train={"checkpoint_activations": True})
     torch.manual_seed(5)
-    a = run(plain, batches, 4)
+    a = run(plain, batches, range(4))
     torch.manual_seed(5)
-    b = run(again, batches, 4)
-    assert [u.nats_per_token for u in a] == [u.nats_per_token for u in b]
+    b = run(checkpointed, batches, range(4))
+    assert [r.nats_per_token for r in a] == [r.nats_per_token for r in b]
 
 
-def test_bf16_stays_near_fp32(tmp_path):
-    exact, batches = make(tmp_path, torch.float32, model=NO_DROPOUT)
-    rough, _ = make(tmp_path, torch.float32, model=NO_DROPOUT, train={"precision": "bf16"})
-    for a, b in zip(run(exact, batches, 4), run(rough, batches, 4), strict=True):
+def test_bf16_losses_stay_close_to_fp32(tmp_path):
+    fp32, batches = make(tmp_path, torch.float32, model=NO_DROPOUT)
+    bf16, _ = make(tmp_path, torch.float32, model=NO_DROPOUT, train={"precision": "bf16"})
+    for a, b in zip(run(fp32, batches, range(4)), run(bf16, batches, range(4)), strict=True):
         assert a.nats_per_token == pytest.approx(b.nats_per_token, rel=2e-2)
         assert a.nats_per_token != b.nats_per_token
-    assert all(p.dtype == torch.float32 for p in rough.model.parameters())
+    assert all(p.dtype == torch.float32 for p in bf16.model.parameters())
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
-def test_tensors_bring_everything_back(tmp_path, optimizer):
+def test_load_tensors_restores_the_training_state(tmp_path, optimizer):
     trainer, batches = make(tmp_path, torch.float32, optim={"optimizer": optimizer})
-    run(trainer, batches, 4)
+    run(trainer, batches, range(4))
     saved = {name: x.clone() for name, x in trainer.tensors().items()}
     weights = {name: x.clone() for name, x in trainer.model.state_dict().items()}
-    want = [trainer.update(batches[u], u, batches.begins(u)) for u in range(4, 7)]
+    want = run(trainer, batches, range(4, 7))
 
     model = TransformerVQ(trainer.config.model)
     model.load_state_dict(weights)
     other = Trainer(model, trainer.config, CPU)
     other.load_tensors(saved)
-    got = [other.update(batches[u], u, batches.begins(u)) for u in range(4, 7)]
-    assert [u.nats_per_token for u in got] == [u.nats_per_token for u in want]
-    assert [u.grad_norm for u in got] == [u.grad_norm for u in want]
+    got = run(other, batches, range(4, 7))
+    assert [r.nats_per_token for r in got] == [r.nats_per_token for r in want]
+    assert [r.grad_norm for r in got] == [r.grad_norm for r in want]
 
 
-def test_a_loss_that_is_not_finite_changes_nothing(tmp_path):
+def test_step_with_a_loss_that_is_not_finite_changes_no_weights(tmp_path):
     trainer, batches = make(tmp_path, torch.float32)
     with torch.no_grad():
         trainer.model.head.bias[0] = float("nan")
     before = {name: x.clone() for name, x in trainer.model.state_dict().items()}
     with pytest.raises(NotFiniteError):
-        trainer.update(batches[0], 0, begins=True)
+        trainer.step(batches[0], 0, begins=True)
     for name, x in trainer.model.state_dict().items():
         assert torch.equal(x.nan_to_num(7.0), before[name].nan_to_num(7.0)), name
 
 
-def test_it_learns_a_sentence_by_heart(tmp_path):
+def test_training_memorizes_a_sentence(tmp_path):
     trainer, _ = make(
         tmp_path,
         torch.float32,
@@ -181,5 +193,5 @@ def test_it_learns_a_sentence_by_heart(tmp_path):
     tokens = torch.cat([torch.zeros(1, dtype=torch.int64), text[:-1]])
     positions = torch.arange(len(text))
     batch = Batch(tokens[None], text[None], positions[None])
-    losses = [trainer.update(batch, u, begins=True).nats_per_token for u in range(50)]
+    losses = [trainer.step(batch, i, begins=True).nats_per_token for i in range(50)]
     assert losses[-1] < 0.05 < 3 < losses[0]

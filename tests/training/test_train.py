@@ -1,14 +1,16 @@
-"""A run from its start: what it leaves on disk, what it logs, what it refuses."""
+"""Training runs: the files they write, their metrics, and invalid requests."""
 
 import math
 import sys
 import types
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
 import torch
-from helpers import losses, tiny_run
+from helpers import interrupt_after, losses, tiny_run
 
 from transformer_vq import TransformerVQ
 from transformer_vq.errors import UserError
@@ -21,10 +23,10 @@ from transformer_vq.training.checkpoint import (
     read_config,
 )
 from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.run import train
+from transformer_vq.training.run import resume, train
 
 
-def test_a_run_leaves_all_its_files(tmp_path):
+def test_train_writes_all_files_of_a_run(tmp_path):
     config = tiny_run(tmp_path)
     result = train(config, tmp_path / "run")
     run = tmp_path / "run"
@@ -43,20 +45,20 @@ def test_a_run_leaves_all_its_files(tmp_path):
     assert [path.name for path in run.iterdir() if "partial" in path.name] == []
 
 
-def test_codebooks_are_looked_at_only_when_it_is_logged(tmp_path, monkeypatch):
+def test_codebook_health_is_computed_only_for_logged_steps(tmp_path, monkeypatch):
     steps, notes = [], []
-    health, update = loop._health, loop.TrainingLoop._update
+    health, train_step = loop._health, loop.TrainingLoop._train_step
 
-    def counted(seen):
+    def counted(result):
         steps.append(len(notes) + 1)
-        return health(seen)
+        return health(result)
 
     def noted(self, log):
-        notes.append(update(self, log))
+        notes.append(train_step(self, log))
         return notes[-1]
 
     monkeypatch.setattr(loop, "_health", counted)
-    monkeypatch.setattr(loop.TrainingLoop, "_update", noted)
+    monkeypatch.setattr(loop.TrainingLoop, "_train_step", noted)
     train(tiny_run(tmp_path, train={"log_every": 4}), tmp_path / "run")
     assert steps == [4, 8]
     shares = {
@@ -64,13 +66,13 @@ def test_codebooks_are_looked_at_only_when_it_is_logged(tmp_path, monkeypatch):
         for row in read_metrics(tmp_path / "run")
         if row["kind"] == "train"
     }
-    # The note keeps what was last known.
+    # The note shows the last known value.
     assert all("codes" not in note for note in notes[:3])
     assert all(note.endswith(shares[4]) for note in notes[3:7])
     assert all(note.endswith(shares[8]) for note in notes[7:])
 
 
-def test_a_folder_that_holds_a_run_is_refused(tmp_path):
+def test_train_rejects_a_folder_that_contains_a_run(tmp_path):
     config = tiny_run(tmp_path, train={"steps": 1})
     train(config, tmp_path / "run")
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
@@ -79,14 +81,14 @@ def test_a_folder_that_holds_a_run_is_refused(tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_logger_that_is_not_installed_is_said_before_anything_is_written(tmp_path, monkeypatch):
+def test_train_rejects_a_missing_logger_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):
         train(tiny_run(tmp_path, train={"wandb": "project"}), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_weights_and_biases_get_the_same_numbers(tmp_path, monkeypatch):
+def test_wandb_receives_the_same_values(tmp_path, monkeypatch):
     class Fake(types.ModuleType):
         rows: ClassVar[list] = []
 
@@ -107,36 +109,36 @@ def test_weights_and_biases_get_the_same_numbers(tmp_path, monkeypatch):
     assert Fake.rows[-1] == "finished"
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path):
+def test_tensorboard_receives_the_same_values(tmp_path):
     train(tiny_run(tmp_path, train={"steps": 3, "tensorboard": True}), tmp_path / "run")
     files = list((tmp_path / "run" / "tensorboard").iterdir())
     assert len(files) == 1
     assert b"train/nats_per_token" in files[0].read_bytes()
 
 
-@pytest.mark.parametrize(("memory", "parts"), [(1 << 40, 1), (300_000, 4), (0, 4)])
-def test_the_batch_is_divided_until_it_fits(tmp_path, monkeypatch, memory, parts):
+@pytest.mark.parametrize(("memory", "accumulate"), [(1 << 40, 1), (300_000, 4), (0, 4)])
+def test_accumulate_zero_divides_the_batch_until_it_fits(tmp_path, monkeypatch, memory, accumulate):
     monkeypatch.setattr(runs, "total_memory", lambda device: memory)
     monkeypatch.setattr(runs, "_check_memory", lambda config, world: None)
     train(tiny_run(tmp_path, train={"steps": 1, "accumulate": 0}), tmp_path / "run")
-    assert read_config(tmp_path / "run").train.accumulate == parts
+    assert read_config(tmp_path / "run").train.accumulate == accumulate
 
 
-def test_a_model_that_cannot_fit_is_rejected_before_it_is_built(tmp_path):
+def test_train_rejects_a_model_that_cannot_fit_into_memory(tmp_path):
     huge = tiny_run(tmp_path, model={"d_model": 2**20}, train={"steps": 1})
     with pytest.raises(UserError, match=r"out of memory: .* TB|out of memory: .* GB"):
         train(huge, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_can_start_from_the_weights_of_another(tmp_path):
+def test_init_from_starts_with_the_weights_of_another_run(tmp_path):
     config = tiny_run(tmp_path, train={"steps": 3})
     train(config, tmp_path / "first")
     second = replace(
         config, train=replace(config.train, init_from=str(tmp_path / "first"), steps=1)
     )
     train(second, tmp_path / "second")
-    # The first update has a learning rate of zero: weights are those of the other run.
+    # The learning rate of the first step is zero, so only weight decay changes the weights.
     first = load_model(tmp_path / "first")[0]
     after = load_model(tmp_path / "second", "last")[0]
     decayed = 1 - config.optim.weight_decay
@@ -147,7 +149,7 @@ def test_a_run_can_start_from_the_weights_of_another(tmp_path):
     assert not (tmp_path / "third").exists()
 
 
-def test_the_model_of_a_run_loads_as_any_model(tmp_path):
+def test_best_model_of_a_run_is_a_model_file(tmp_path):
     config = tiny_run(tmp_path, train={"steps": 3})
     train(config, tmp_path / "run")
     model = TransformerVQ.load(tmp_path / "run" / "best" / "model.safetensors")
@@ -155,3 +157,40 @@ def test_the_model_of_a_run_loads_as_any_model(tmp_path):
     assert load_model(tmp_path / "run", "3")[1] == "step 3"
     with pytest.raises(CheckpointError, match="no checkpoint '99'"):
         load_model(tmp_path / "run", "99")
+
+
+class RecordingReporter:
+    """Collects progress bars and messages."""
+
+    def __init__(self):
+        self.bars, self.messages = [], []
+
+    @contextmanager
+    def progress(self, what, total, unit, done=0):
+        self.bars.append((what, total, unit, done))
+        yield lambda n, note="": None
+
+    def info(self, message):
+        self.messages.append(message)
+
+    def warn(self, message):
+        self.messages.append(message)
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_train_and_resume_accept_str_and_path_and_report_to_the_reporter(
+    tmp_path, monkeypatch, capsys, kind
+):
+    config, run = tiny_run(tmp_path), tmp_path / "run"
+    reporter = RecordingReporter()
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 4)
+        stopped = train(config, kind(run), reporter=reporter)
+    assert (stopped.run, stopped.step, stopped.finished) == (run, 5, False)
+    assert ("run", 10, "steps", 0) in reporter.bars
+    assert any(message.startswith("step 4: validation") for message in reporter.messages)
+    result = resume(kind(run), reporter=reporter)
+    assert (result.run, result.step, result.finished) == (run, 10, True)
+    assert ("run", 10, "steps", 5) in reporter.bars
+    # Nothing went to the reporter that the fixture of all tests installs.
+    assert capsys.readouterr().err == ""

@@ -1,4 +1,4 @@
-"""What every benchmark needs: a process of its own per measurement, and what machine it was."""
+"""Tools for every benchmark: subprocesses with limits, timing, memory, and the machine record."""
 
 from __future__ import annotations
 
@@ -10,60 +10,65 @@ import resource
 import signal
 import subprocess
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import TypeVar
 
 import torch
 
+from transformer_vq.bench.records import Failure, Machine
 from transformer_vq.device import keep_freed_memory
 from transformer_vq.errors import UserError, is_out_of_memory
 
-Measure = Callable[..., dict[str, Any]]
+Result = TypeVar("Result")
 
 OUT_OF_MEMORY = "out of memory"
-SECONDS_TO_END = 10
+SECONDS_TO_EXIT = 10
 LONGEST_WAIT = 1e6  # seconds, 11 days; poll() rejects timeouts above 24 days
 
 
 def in_subprocess(
-    measure: Measure,
-    *arguments: Any,
+    measure: Callable[..., Result],
+    *arguments: object,
     memory_gb: float | None = None,
     seconds: float | None = None,
-) -> dict[str, Any]:
-    """Call `measure` in a fresh process, so that its peak memory is its own.
+) -> Result | Failure:
+    """Call `measure` in a new process, so that its peak memory can be measured.
 
-    Returns what it returns, or {"failed": why} if it ran out of memory or time, or the process
-    died; a ValueError or OSError is raised here. memory_gb: how much it may allocate on the host.
-    seconds: how long it may take. Whatever ends this process ends the other one too.
+    memory_gb: limit on the host memory that the process may allocate. seconds: time limit.
+    Returns the result of `measure`, or a `Failure` if the process ran out of memory or time, or
+    died. A ValueError or OSError of `measure` is raised here. The subprocess ends with this
+    process.
     """
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(
         target=_child, args=(sender, measure, arguments, memory_gb), daemon=True
     )
-    resource_tracker.ensure_running()  # started with the process it would unblock SIGINT
+    # Start the tracker first: started together with the process, it would unblock SIGINT.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    result: Result | Failure | ValueError | OSError
     try:
-        process.start()  # inherits the mask: Ctrl-C is for the parent, which loses none by it
+        process.start()  # inherits the mask, so that only the parent receives Ctrl-C
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         sender.close()
         if receiver.poll(None if seconds is None else min(seconds, LONGEST_WAIT)):
             result = receiver.recv()
-            process.join(SECONDS_TO_END)  # a compiler has processes of its own to end
+            process.join(SECONDS_TO_EXIT)  # torch.compile has worker processes to end
         else:
             assert seconds is not None
-            result = {"failed": over_time(seconds)}
+            result = Failure(failed=over_time(seconds))
     except EOFError:
-        process.join(SECONDS_TO_END)
-        killed = process.exitcode == -signal.SIGKILL  # by the system, which has no memory left
-        result = {"failed": OUT_OF_MEMORY if killed else f"exit status {process.exitcode}"}
+        process.join(SECONDS_TO_EXIT)
+        # The kernel kills processes when the machine is out of memory.
+        killed = process.exitcode == -signal.SIGKILL
+        result = Failure(failed=OUT_OF_MEMORY if killed else f"exit status {process.exitcode}")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         if process.pid is not None:
@@ -76,7 +81,7 @@ def in_subprocess(
 
 
 def over_time(seconds: float) -> str:
-    """Return why a measurement failed that took longer than its time limit."""
+    """Return the failure message of a measurement that exceeded its time limit."""
     return f"exceeded the time limit of {seconds:,.10g} s"
 
 
@@ -89,18 +94,21 @@ def check_limits(**limits: float) -> None:
 
 
 def _child(
-    sender: Connection, measure: Measure, arguments: tuple[Any, ...], memory_gb: float | None
+    sender: Connection,
+    measure: Callable[..., object],
+    arguments: tuple[object, ...],
+    memory_gb: float | None,
 ) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    result: dict[str, Any] | ValueError | OSError
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    result: object
     keep_freed_memory()
     try:
         if memory_gb is not None:
-            _limit_memory(memory_gb)
+            limit_memory(memory_gb * 1e9)
         result = measure(*arguments)
     except Exception as error:
         if is_out_of_memory(error):
-            result = {"failed": OUT_OF_MEMORY}
+            result = Failure(failed=OUT_OF_MEMORY)
         elif isinstance(error, ValueError | OSError):
             if not isinstance(error, UserError):  # a bug: show where it happened
                 error.add_note(f"In the subprocess:\n{traceback.format_exc()}")
@@ -110,33 +118,42 @@ def _child(
     sender.send(result)
 
 
-def _limit_memory(gigabytes: float) -> None:
-    """Limit what this process may allocate; a lower limit that it already has is kept."""
+def limit_memory(n_bytes: float) -> None:
+    """Limit the memory that this process may allocate; an existing lower limit is kept."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = int(min(gigabytes * 1e9, 2**62))  # setrlimit overflows above 2**63
+    limit = int(min(n_bytes, 2**62))  # setrlimit overflows above 2**63
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
-def _end_with_parent() -> None:
-    """A parent that is terminated cannot end its children."""
+def _exit_with_parent() -> None:
+    """Wait for the parent to end, then exit: a parent that is killed cannot end its children."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     os._exit(1)
 
 
+def allocated_bytes() -> int:
+    """Return the memory that counts towards `limit_memory` in this process; Linux only."""
+    return _status_bytes("VmData")
+
+
 def peak_bytes(device: torch.device | None = None) -> int:
-    """The most memory this process has had: on the GPU if it works on one, else resident."""
+    """Return the peak memory of this process: on `device` if it is a GPU, else resident memory."""
     if device is not None and device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
-        # Not getrusage, whose peak includes that of the process from which this one was forked.
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmHWM:")[1].split()[0]) * 1024
+        # getrusage would include the peak of the process from which this one was forked.
+        return _status_bytes("VmHWM")
     except (OSError, IndexError):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _status_bytes(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) * 1024
 
 
 def best_seconds(
@@ -147,35 +164,38 @@ def best_seconds(
     seconds: float = 0.5,
     device: torch.device | None = None,
 ) -> float:
-    """Seconds of one step: the best of some rounds after a warm-up of two steps.
+    """Return the seconds of one step: the best of several rounds, after two warm-up steps.
 
     A round has as many steps as fit into `seconds`, but at least one and at most `max_steps`.
     """
+    seconds_per_call(step, 1, device)
+    n_steps = max(1, min(max_steps, int(seconds / seconds_per_call(step, 1, device))))
+    return min(seconds_per_call(step, n_steps, device) for _ in range(rounds))
 
-    def time_steps(n: int) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        for _ in range(n):
-            step()
-        synchronize(device)
-        return (time.perf_counter() - start) / n
 
-    time_steps(1)
-    n_steps = max(1, min(max_steps, int(seconds / time_steps(1))))
-    return min(time_steps(n_steps) for _ in range(rounds))
+def seconds_per_call(
+    function: Callable[[], object], n: int, device: torch.device | None = None
+) -> float:
+    """Return the mean time of n calls."""
+    synchronize(device)
+    start = perf_counter()
+    for _ in range(n):
+        function()
+    synchronize(device)
+    return (perf_counter() - start) / n
 
 
 def synchronize(device: torch.device | None) -> None:
-    """Wait until a GPU has done what it was told."""
+    """Wait until a GPU has finished its queued work."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """What the figures were measured on, with which versions and at which commit."""
-    gpu = device is not None and device.type == "cuda"
+def machine(device: torch.device | None = None) -> Machine:
+    """Return the hardware, the versions and the commit of this measurement."""
+    is_gpu = device is not None and device.type == "cuda"
     return {
-        "processor": torch.cuda.get_device_name(device) if gpu else _processor(),
+        "processor": torch.cuda.get_device_name(device) if is_gpu else _cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
@@ -186,7 +206,7 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -203,7 +223,7 @@ def _version() -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this package is run from; None if it was installed."""
+    """Return the commit of the checkout that contains this package; None if it was installed."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)

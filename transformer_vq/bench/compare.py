@@ -1,65 +1,61 @@
-"""Runs side by side as one record: their curves, and what they reach on the test split.
+"""Compare runs: their curves and test results in one record.
 
-    python -m transformer_vq.bench.compare RUN RUN ... --out benchmarks/small.json
-
-Reads what `tvq train` and `tvq eval` have written; measures nothing.
+Reads the files of `tvq train` and `tvq eval`; measures nothing.
 """
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from transformer_vq.bench import run_main
+from transformer_vq.bench.records import RunRecord, RunsRecord, config_record
 from transformer_vq.errors import UserError
-from transformer_vq.files import check_can_write, read_verified_json, write_json
+from transformer_vq.files import read_verified_json
 from transformer_vq.training.checkpoint import read_config
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.sizes import sizes
 
-POINTS = 150  # of a training curve that are kept
+POINTS = 150  # number of points that are kept of a training curve
 KEPT = ("kind", "step", "bits_per_byte", "share_in_use", "relative_error")
 
 
-def record(runs: list[Path], split: str = "test") -> dict[str, Any]:
-    """Config, thinned curve and evaluation of every run."""
-    found = {}
-    for run in runs:
-        config = read_config(run)
-        rows = read_metrics(run)
-        train = [row for row in rows if row["kind"] == "train"]
-        if not train:
-            raise UserError(f"{run} has no metrics")
-        evaluation = run / f"evaluation-{split}.json"
-        if not evaluation.is_file():
-            raise UserError(f"{run} has not been evaluated; run `tvq eval {run} --split {split}`")
-        every = max(1, len(train) // POINTS)
-        kept = {row["step"] for row in train[every - 1 :: every]}
-        values = config.to_dict()
-        values["data"] = {"dataset": values["data"]["dataset"]}  # paths are nobody's business
-        found[run.name] = {
-            "config": values,
-            "parameters": sizes(config).parameters,
-            "minutes": sum(row["seconds"] for row in rows) / 60,
-            "curve": [
-                {key: row[key] for key in KEPT if key in row}
-                for row in rows
-                if row["kind"] == "validation" or row["step"] in kept
-            ],
-            "evaluation": read_verified_json(evaluation) | {"run": run.name},
-        }
-    return {"runs": found}
+def record(runs: Sequence[Path], split: str = "test") -> RunsRecord:
+    """Return config, thinned curve and evaluation of every run."""
+    return {"runs": {run.name: _run_record(run, split) for run in runs}}
 
 
-def table(result: dict[str, Any]) -> str:
-    """A Markdown table of what the runs reach, each protocol a column."""
+def _run_record(run: Path, split: str) -> RunRecord:
+    config = read_config(run)
+    rows = read_metrics(run)
+    train = [row for row in rows if row["kind"] == "train"]
+    if not train:
+        raise UserError(f"{run} has no metrics; give a run folder with a metrics.jsonl")
+    evaluation = run / f"evaluation-{split}.json"
+    if not evaluation.is_file():
+        raise UserError(f"{run} has not been evaluated; run `tvq eval {run} --split {split}`")
+    every = max(1, len(train) // POINTS)
+    kept = {row["step"] for row in train[every - 1 :: every]}
+    return {
+        "config": config_record(config),
+        "parameters": sizes(config).parameters,
+        "minutes": sum(row["seconds"] for row in rows) / 60,
+        "curve": [
+            {key: row[key] for key in KEPT if key in row}
+            for row in rows
+            if row["kind"] == "validation" or row["step"] in kept
+        ],
+        "evaluation": read_verified_json(evaluation) | {"run": run.name},
+    }
+
+
+def table(record: RunsRecord) -> str:
+    """Return a Markdown table of the test results; each protocol has a column."""
     lines = [
-        "| run | attention | parameters | updates | tokens | test bits per byte, windowed "
+        "| run | attention | parameters | steps | tokens | test bits per byte, windowed "
         "| streaming |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for name, run in result["runs"].items():
+    for name, run in record["runs"].items():
         train = run["config"]["train"]
         tokens = train["steps"] * train["batch_size"] * train["backprop_len"]
         protocols = run["evaluation"]["protocols"]
@@ -72,23 +68,3 @@ def table(result: dict[str, Any]) -> str:
             f"| {train['steps']:,} | {tokens:,} | {bits[0]} | {bits[1]} |"
         )
     return "\n".join(lines)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m transformer_vq.bench.compare", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of evaluated runs")
-    parser.add_argument("--split", default="test", help="which evaluation to take")
-    parser.add_argument("--out", type=Path, help="write the record to this JSON file")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing output file")
-    options = parser.parse_args(arguments)
-    check_can_write("--out", options.out, options.overwrite)
-    result = record(options.runs, options.split)
-    if options.out:
-        write_json(options.out, result)
-    print(table(result))
-
-
-if __name__ == "__main__":
-    run_main(main)

@@ -1,9 +1,10 @@
-"""Decoding: tokens per second, state and the memory of reading, as the context grows.
+"""Decoding: tokens per second, state size, and prefill memory by context length.
 
-Beside the model with quantized keys stand two whose state grows, of the same number of parameters:
-the same model with full attention, keys and values in one buffer filled in place, and a GPT-2 of
-Hugging Face's library with its own cache. Their contexts are filled with random keys and values,
-since reading them would take quadratic time and the cost of a step does not depend on the values.
+Two baselines have about the same number of parameters and a state that grows with the context.
+`full` is the same model with full attention, whose keys and values fill a preallocated buffer.
+`gpt2` is the GPT-2 of Hugging Face transformers with its own cache. Their contexts are filled with
+random keys and values: a prefill would take quadratic time, and the values do not affect the cost
+of a step.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from transformer_vq.bench.cells import (
     best_seconds,
@@ -25,26 +27,36 @@ from transformer_vq.bench.cells import (
     machine,
     peak_bytes,
 )
-from transformer_vq.config import ModelConfig
+from transformer_vq.bench.records import (
+    DecodeKind,
+    DecodeRecord,
+    DecodeRow,
+    DecodeTiming,
+    Failure,
+    PrefillMemory,
+    PrefillRow,
+    decode_name,
+)
+from transformer_vq.config import AttentionType, ModelConfig
+from transformer_vq.device import evaluating
 from transformer_vq.errors import missing_extra
 from transformer_vq.generation.decoder import Decoder
-from transformer_vq.generation.prefill import SEGMENT_LEN, Context, prefill
+from transformer_vq.generation.prefill import Context, run_segments
 from transformer_vq.generation.snapshot import load_context, save_context
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.state import AttentionState
 from transformer_vq.progress import progress_bar
 
-Kind = Literal["vq", "full", "gpt2"]
 ROUNDS = 5
-MAX_STEPS = 64  # of a round
+MAX_STEPS = 64  # per round
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: which model, how much it has read, how many rows."""
+    """One measurement: the model, the context length, and the batch size."""
 
-    kind: Kind
+    kind: DecodeKind
     context: int
     batch: int
     compiled: bool = False
@@ -52,7 +64,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A step that can be repeated, and the bytes that are carried from one to the next."""
+    """A decoding step that can be repeated, and the size of the state it carries."""
 
     step: Callable[[], object]
     state_bytes: int
@@ -63,51 +75,76 @@ def run(
     *,
     contexts: Sequence[int],
     batches: Sequence[int],
-    kinds: Sequence[Kind],
+    kinds: Sequence[DecodeKind],
     prefills: Sequence[int],
     compiled: bool = False,
     memory_gb: float = 16.0,
     time_limit: float = 1200.0,
     device: torch.device | None = None,
-) -> dict[str, Any]:
-    """Measure every cell in a subprocess; one that needs too much memory or time is reported.
+) -> DecodeRecord:
+    """Measure every cell in a subprocess; cells that exceed a limit are reported as failed.
 
-    time_limit: seconds that one cell may take, including reading its context and compiling.
+    time_limit: seconds per cell, including the prefill of its context and compilation.
     """
     check_limits(memory_gb=memory_gb, time_limit=time_limit)
     if "gpt2" in kinds:
         _check_transformers()
     device = device or torch.device("cpu")
-    limits = {"memory_gb": memory_gb, "seconds": time_limit}
-    kinds = [kind for kind in ("vq", "full", "gpt2") if kind in kinds]
-    cells = [Cell(kind, n, b) for kind in kinds for b in batches for n in contexts]
-    if compiled and "vq" in kinds:
-        cells += [Cell("vq", n, b, compiled=True) for b in batches for n in contexts]
-    rows, reading = [], []
+    cells = _cells(contexts, batches, kinds, compiled)
+    rows: list[DecodeRow] = []
+    prefill_rows: list[PrefillRow] = []
     with (
         TemporaryDirectory() as folder,
         progress_bar("decoding", len(cells) + len(prefills), "cells") as advance,
     ):
         for cell in cells:
+            found: DecodeTiming | Failure
             if (needed := state_bytes(config, cell)) > 0.8e9 * memory_gb:
-                row: dict[str, Any] = {"failed": f"a state of {needed / 1e9:.0f} GB"}
+                found = Failure(failed=f"a state of {needed / 1e9:.0f} GB")
             else:
-                row = in_subprocess(measure, config, cell, device, Path(folder), **limits)
-            rows.append(asdict(cell) | row)
+                arguments = (config, cell, device, Path(folder))
+                found = in_subprocess(measure, *arguments, memory_gb=memory_gb, seconds=time_limit)
+            rows.append({**_fields(cell), **found})
             advance(1, note=f"{cell.kind}, {cell.context:,} tokens, batch {cell.batch}")
         for n_tokens in prefills:
-            row = in_subprocess(measure_reading, config, n_tokens, device, **limits)
-            reading.append({"context": n_tokens} | row)
-            advance(1, note=f"reading {n_tokens:,} tokens")
-    what = f"decoding, {n_parameters(config):,} parameters, float32"
-    facts = {"what": what, "machine": machine(device), "model": asdict(config)}
-    return facts | {"decode": rows, "reading": reading}
+            memory = in_subprocess(
+                measure_prefill, config, n_tokens, device, memory_gb=memory_gb, seconds=time_limit
+            )
+            prefill_rows.append({"context": n_tokens, **memory})
+            advance(1, note=f"prefill of {n_tokens:,} tokens")
+    return {
+        "what": f"decoding, {n_parameters(config):,} parameters, float32",
+        "machine": machine(device),
+        "model": asdict(config),
+        "decode": rows,
+        "reading": prefill_rows,
+    }
 
 
-def measure(config: ModelConfig, cell: Cell, device: torch.device, folder: Path) -> dict[str, Any]:
-    """Time of a step at one context, and the size of the state there.
+def _cells(
+    contexts: Sequence[int], batches: Sequence[int], kinds: Sequence[DecodeKind], compiled: bool
+) -> list[Cell]:
+    every_kind: tuple[DecodeKind, ...] = ("vq", "full", "gpt2")
+    ordered = [kind for kind in every_kind if kind in kinds]
+    cells = [Cell(kind, n, b) for kind in ordered for b in batches for n in contexts]
+    if compiled and "vq" in kinds:
+        cells += [Cell("vq", n, b, compiled=True) for b in batches for n in contexts]
+    return cells
 
-    folder: where what the model has read is found, or written if it is not there yet.
+
+def _fields(cell: Cell) -> DecodeRow:
+    return {
+        "kind": cell.kind,
+        "context": cell.context,
+        "batch": cell.batch,
+        "compiled": cell.compiled,
+    }
+
+
+def measure(config: ModelConfig, cell: Cell, device: torch.device, folder: Path) -> DecodeTiming:
+    """Return the time of a decoding step after one context, and the size of the state.
+
+    folder: stores the contexts of the VQ model; a context is computed if it is not there.
     """
     torch.manual_seed(0)
     room = 2 + ROUNDS * MAX_STEPS
@@ -124,48 +161,49 @@ def measure(config: ModelConfig, cell: Cell, device: torch.device, folder: Path)
     }
 
 
-def measure_reading(config: ModelConfig, n_tokens: int, device: torch.device) -> dict[str, Any]:
-    """Peak memory of a process that reads so many tokens, and what it had before it began."""
+def measure_prefill(config: ModelConfig, n_tokens: int, device: torch.device) -> PrefillMemory:
+    """Return the peak memory of this process before and after a prefill of random tokens."""
     torch.manual_seed(0)
     model = TransformerVQ(replace(config, attention="vq")).to(device)
     before = peak_bytes(device)
-    _read(model, n_tokens)
+    _prefill_random(model, n_tokens)
     return {"before_bytes": before, "peak_bytes": peak_bytes(device)}
 
 
-def table(result: dict[str, Any]) -> str:
-    """Markdown; the last column is the time of a step, that at the shortest context being 1."""
+def table(record: DecodeRecord) -> str:
+    """Return Markdown tables of the decoding steps and of the prefill memory."""
     lines = [
-        "| model | batch | context | tokens/s | state MB | time of a step, shortest = 1 |",
+        "| model | batch | context | tokens/s | state MB | step time, relative to shortest |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    first: dict[tuple[str, int], float] = {}
-    for row in result["decode"]:
-        name = f"{row['kind']}, compiled" if row["compiled"] else row["kind"]
+    shortest: dict[tuple[str, int], float] = {}
+    for row in record["decode"]:
+        name = decode_name(row)
         start = f"| {name} | {row['batch']} | {row['context']:,} "
         if "failed" in row:
             lines.append(f"{start}| {row['failed']} | | |")
             continue
-        base = first.setdefault((name, row["batch"]), row["ms_per_step"])
+        base = shortest.setdefault((name, row["batch"]), row["ms_per_step"])
         lines.append(
             f"{start}| {row['tokens_per_second']:,.0f} | {row['state_bytes'] / 1e6:,.1f} "
-            f"| {row['ms_per_step'] / base:.2f} |"
+            f"| {row['ms_per_step'] / base:.2f}x |"
         )
-    if result["reading"]:
-        lines += ["", "| tokens read | peak MB |", "| ---: | ---: |"]
-        for row in result["reading"]:
-            peak = row.get("failed") or f"{row['peak_bytes'] / 1e6:,.0f}"
-            lines.append(f"| {row['context']:,} | {peak} |")
+    if record["reading"]:
+        lines += ["", "| prefill tokens | peak MB |", "| ---: | ---: |"]
+        for prefill in record["reading"]:
+            peak = prefill.get("failed") or f"{prefill['peak_bytes'] / 1e6:,.0f}"
+            lines.append(f"| {prefill['context']:,} | {peak} |")
     return "\n".join(lines)
 
 
 def n_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters of a model."""
     with torch.device("meta"):
         return sum(p.numel() for p in TransformerVQ(config).parameters())
 
 
 def state_bytes(config: ModelConfig, cell: Cell) -> int:
-    """Bytes of keys and values of all layers; 0 for the model whose state does not grow."""
+    """Return the bytes of the keys and values of a growing state; 0 for vq."""
     if cell.kind == "vq":
         return 0
     if cell.kind == "gpt2":
@@ -178,12 +216,14 @@ def state_bytes(config: ModelConfig, cell: Cell) -> int:
 
 
 def _prepare(config: ModelConfig, cell: Cell, room: int, folder: Path) -> Prepared:
-    model = TransformerVQ(replace(config, attention=cell.kind)).eval()  # type: ignore[arg-type]
+    """room: the number of steps that will be taken."""
+    attention: AttentionType = "vq" if cell.kind == "vq" else "full"
+    model = TransformerVQ(replace(config, attention=attention)).eval()
     token = torch.randint(config.vocab_size, (cell.batch,))
     if cell.kind == "vq":
         path = folder / f"{cell.context}.safetensors"
         if not path.exists():
-            save_context(path, model, _read(model, cell.context))
+            save_context(path, model, _prefill_random(model, cell.context))
         state = load_context(path, model).repeat(cell.batch).state
     else:
         state = _random_state(model, cell)
@@ -192,18 +232,21 @@ def _prepare(config: ModelConfig, cell: Cell, room: int, folder: Path) -> Prepar
     return Prepared(lambda: step(token), state.n_bytes)
 
 
-def _read(model: TransformerVQ, n_tokens: int) -> Context:
-    """What a model has after so many random tokens, never more of them in memory than needed."""
-    context = None
-    for start in range(0, n_tokens, SEGMENT_LEN):
-        tokens = torch.randint(model.config.vocab_size, (min(SEGMENT_LEN, n_tokens - start),))
-        context = prefill(model, [tokens.tolist()], context)
-    assert context is not None
-    return context
+def _prefill_random(model: TransformerVQ, n_tokens: int) -> Context:
+    """Prefill random tokens; each segment is drawn when needed, so memory stays constant."""
+    device = next(model.parameters()).device
+
+    def segment(start: int, stop: int) -> tuple[Tensor, None, None]:
+        shape = (1, stop - start)
+        return torch.randint(model.config.vocab_size, shape, device=device), None, None
+
+    with evaluating(model):
+        output = run_segments(model, segment, n_tokens, model.init_state(1), n_last=1)
+    return Context(output.logits[:, -1], output.state)
 
 
 def _random_state(model: TransformerVQ, cell: Cell) -> ModelState:
-    """The state of full attention after so many tokens, filled at random."""
+    """Return a state of full attention with random keys and values."""
     position = torch.full((cell.batch,), cell.context)
     layers = []
     for empty in model.init_state(cell.batch).layers:
@@ -213,14 +256,14 @@ def _random_state(model: TransformerVQ, cell: Cell) -> ModelState:
 
 
 def _gpt2_shape(config: ModelConfig) -> tuple[int, int]:
-    """Width and layers of a GPT-2 with about as many parameters, positions not counted."""
+    """Return width and layers of a GPT-2 with about as many parameters, without positions."""
     n_layer = 2 * config.n_layer
     width = math.sqrt(n_parameters(config) / (12 * n_layer))
     return max(round(width / 64), 1) * 64, n_layer
 
 
 def _check_transformers() -> None:
-    """Raise before anything is measured: importing transformers takes seconds."""
+    """Raise UserError if transformers is not installed, without importing it."""
     if find_spec("transformers") is None:
         raise missing_extra("the gpt2 baseline", "transformers", "hf")
 
@@ -246,8 +289,8 @@ def _prepare_gpt2(config: ModelConfig, cell: Cell, room: int) -> Prepared:
     for layer in range(n_layer):
         cache.update(torch.randn(shape), torch.randn(shape), layer)
 
-    @torch.no_grad()
-    def step() -> object:
-        return model(token, past_key_values=cache, use_cache=True).logits
+    def step() -> Any:
+        with torch.no_grad():
+            return model(token, past_key_values=cache, use_cache=True).logits
 
     return Prepared(step, state_bytes(config, cell))

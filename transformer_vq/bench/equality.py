@@ -1,35 +1,42 @@
-"""Linear-time attention against Definition 3.1 in float64: how far apart, forward and backward."""
+"""Compare linear-time attention with Definition 3.1 in float64, forward and backward."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from transformer_vq.bench.defaults import HEAD_TYPES
+from transformer_vq.config import AttentionConfig, HeadType, Reduction
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.quadratic import quadratic_vq_attention
 from transformer_vq.ops.state import AttentionState
 
-HEADS = {"shga": (1, 1), "mqa": (1, 4), "mha": (4, 1)}
-REDUCTIONS = ("auto", "serial", "matmul", "associative", "input_scan")
-
 
 def relative_rms(got: Tensor, want: Tensor) -> float:
+    """Return the RMS of the difference over the RMS of `want`."""
     return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
 
 
 def differences(
     seq_len: int = 1000, block_len: int = 64
-) -> Iterator[tuple[str, str, float, float]]:
-    """(head type, reduction, error of outputs, largest error of gradients), relative RMS."""
+) -> Iterator[tuple[HeadType, Reduction, float, float]]:
+    """Yield (head type, reduction, error of the output, largest error of the gradients).
+
+    Errors are relative RMS differences.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    b, n_code, d_k, d_v = 2, 48, 16, 24
-    for head_type, (h, g) in HEADS.items():
+    reductions: tuple[Reduction, ...] = get_args(Reduction)
+    b, n_code = 2, 48
+    for head_type in HEAD_TYPES:
+        heads = AttentionConfig(d_model=64, d_k=16, d_v=24, head_type=head_type).heads
+        h, g, d_k, d_v = heads.n_kv_head, heads.n_group, heads.d_k, heads.d_v
         codebook = normal(h, n_code, d_k)
         z = torch.randint(n_code, (b, h, seq_len), generator=generator)
         k_hat = torch.stack([codebook[head, z[:, head]] for head in range(h)], dim=1)
@@ -39,7 +46,7 @@ def differences(
         want = quadratic_vq_attention(q, k_hat, v, by_distance)
         probe = normal(*want.shape)
         want_grads = torch.autograd.grad((want * probe).sum(), leaves)
-        for reduction in REDUCTIONS:
+        for reduction in reductions:
             state = AttentionState.empty(b, h, block_len, d_k, d_v, n_code, dtype=torch.float64)
             got, _ = vq_attention(q, k_hat, z, v, codebook, by_distance, state, reduction=reduction)
             grads = torch.autograd.grad((got * probe).sum(), leaves)

@@ -1,7 +1,7 @@
-"""What counting bytes reaches: models of order 0 and 2, for a trained model to be measured against.
+"""Byte-level n-gram models of order 0 to 2: the baseline for a trained model.
 
-The next byte is predicted from how often it followed the last bytes in the training split; an
-order backs off to the one below as Witten and Bell do, by how many different bytes followed.
+The next byte is predicted from its counts after the preceding bytes in the training split. Each
+order is interpolated with the order below by Witten-Bell smoothing.
 """
 
 from __future__ import annotations
@@ -15,32 +15,37 @@ N = 256
 
 
 def bits_per_byte(corpus: Corpus, split: str = "test") -> dict[int, float]:
-    """Bits per byte of the models of order 0, 1 and 2, learned from the training split."""
+    """Return the bits per byte of orders 0, 1 and 2, counted on the training split."""
     if corpus.vocab_size != N:
-        raise UserError(f"{corpus.dataset} is not made of bytes")
+        raise UserError(f"{corpus.dataset} is not a byte-level corpus; use bytes as tokens")
     train, test = (np.asarray(corpus.split(name).tokens) for name in ("train", split))
     p = np.full(len(test), 1 / N)
     bits = {}
     for order in (0, 1, 2):
-        p = _mix(p, *_counts(train, test, order))
+        p = _smooth(p, *_counts(train, test, order))
         bits[order] = float(-np.log2(p).mean())
     return bits
 
 
-def _mix(
-    below: np.ndarray, n_followed: np.ndarray, n_context: np.ndarray, n_kinds: np.ndarray
+def _smooth(
+    below: np.ndarray, n_followed: np.ndarray, n_context: np.ndarray, n_distinct: np.ndarray
 ) -> np.ndarray:
-    """Witten-Bell: the more different bytes followed a context, the more the order below counts."""
+    """Return Witten-Bell probabilities; `below` are the probabilities of the order below.
+
+    The order below gets more weight after contexts that were followed by many distinct bytes.
+    """
     seen = n_context > 0
-    mixed = (n_followed + n_kinds * below) / np.maximum(n_context + n_kinds, 1)
+    mixed = (n_followed + n_distinct * below) / np.maximum(n_context + n_distinct, 1)
     return np.where(seen, mixed, below)
 
 
 def _counts(
     train: np.ndarray, test: np.ndarray, order: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For every byte of `test`: how often it followed its context in `train`, how often the context
-    came, and how many different bytes followed it."""
+    """Return three counts in `train` for every byte of `test`.
+
+    These are: the byte after its context, the context, and the distinct bytes after the context.
+    """
     table = np.bincount(_codes(train, order), minlength=N ** (order + 1)).reshape(-1, N)
     code = _codes(test, order)
     context = code // N
@@ -48,7 +53,7 @@ def _counts(
 
 
 def _codes(data: np.ndarray, order: int) -> np.ndarray:
-    """Each byte and the `order` bytes before it as one number; zeros stand before the first."""
+    """Return each byte and its `order` predecessors as one integer; the data is zero-padded."""
     code = np.zeros(len(data), dtype=np.int64)
     for back in range(order, -1, -1):
         shifted = np.concatenate([np.zeros(back, dtype=data.dtype), data[: len(data) - back]])

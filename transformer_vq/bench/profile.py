@@ -1,8 +1,8 @@
-"""Where the time of a training step goes, by torch.profiler.
+"""The time of a training step by part, measured with torch.profiler.
 
-Times are those spent in an operator itself, not in operators that it calls, so they add up to the
-step. Optimizer, codebooks and data are whatever runs within them; everything else is told apart
-by the operator. A gradient belongs where its forward operation belongs.
+Times are self times of operators, without the operators that they call, so they add up to the
+step. Work inside the optimizer, the codebooks and the data loading counts as that part; all other
+work is classified by operator. A gradient counts as the part of its forward operation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -24,19 +23,14 @@ from transformer_vq.bench.cells import (
     machine,
     synchronize,
 )
+from transformer_vq.bench.records import ProfileRecord, config_record
 from transformer_vq.bench.steps import trainer_and_batches
-from transformer_vq.config import ModelConfig, RunConfig, TrainConfig
+from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.errors import UserError
 from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
 from transformer_vq.progress import progress_bar
 from transformer_vq.training.step import Trainer
-
-BASE = RunConfig(
-    ModelConfig(vocab_size=256, d_model=768, n_layer=1),
-    train=TrainConfig(batch_size=1, seq_len=8192, backprop_len=2048),
-)
-"""A layer of the paper's 190M model, with its window."""
 
 PARTS = {
     "matrix products": "mm bmm addmm addmm_ baddbmm baddbmm_ mv dot",
@@ -47,7 +41,7 @@ PARTS = {
     "data": "",
     "other": "",
 }
-"""The parts of a step, with the operators by which they are known."""
+"""The parts of a step, and the operators that always belong to a part."""
 _BY_OPERATOR = {f"aten::{name}": part for part, names in PARTS.items() for name in names.split()}
 _STEP = "tvq: step"
 _GRADIENT = "autograd::engine::evaluate_function"
@@ -55,7 +49,7 @@ _GRADIENT = "autograd::engine::evaluate_function"
 
 @dataclass
 class Operator:
-    """All calls of one operator in one part."""
+    """Total time and calls of one operator in one part."""
 
     name: str
     part: str
@@ -63,31 +57,31 @@ class Operator:
     calls: int = 0
 
 
-def run(config: RunConfig, steps: int = 4, time_limit: float = 600.0) -> dict[str, Any]:
-    """Profile some updates of a run on its own data; nothing is written.
+def run(config: RunConfig, steps: int = 4, time_limit: float = 600.0) -> ProfileRecord:
+    """Profile training steps of a config on its data, in a subprocess.
 
-    time_limit: seconds that it may take altogether. Raises UserError if it takes longer.
+    time_limit: seconds for the entire profile. Raises UserError if it takes longer.
     """
     if steps < 1:
         raise UserError(f"--steps {steps}: must be at least 1")
     check_limits(time_limit=time_limit)
-    # The profiler announces itself on stderr, unless told otherwise before torch is loaded.
+    # Silences the profiler on stderr; must be set before the subprocess imports torch.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     result = in_subprocess(measure, config, steps, seconds=time_limit)
     if "failed" in result:
         fix = "a smaller batch or model"
         if result["failed"] != OUT_OF_MEMORY:
             fix += ", fewer --steps or a longer --time-limit"
-        raise UserError(f"no profile: {result['failed']}; try {fix}")
+        raise UserError(f"the profile failed: {result['failed']}; try {fix}")
     return result
 
 
-def measure(config: RunConfig, steps: int) -> dict[str, Any]:
-    """The same in this process."""
+def measure(config: RunConfig, steps: int) -> ProfileRecord:
+    """Profile training steps in this process."""
     trainer, batches = trainer_and_batches(config)
-    with progress_bar("profile", 1 + 2 * steps, "updates") as advance, _scopes(trainer):
+    with progress_bar("profile", 1 + 2 * steps, "steps") as advance, _scopes(trainer):
 
-        def some(first: int, n: int) -> float:
+        def take_steps(first: int, n: int) -> float:
             start = time.perf_counter()
             for number in range(first, first + n):
                 with record_function(_STEP):
@@ -95,21 +89,19 @@ def measure(config: RunConfig, steps: int) -> dict[str, Any]:
                 advance(1)
             return (time.perf_counter() - start) / n
 
-        some(0, 1)  # warm-up
-        seconds = some(1, steps)
+        take_steps(0, 1)  # warm-up
+        seconds = take_steps(1, steps)
         activities = [ProfilerActivity.CPU]
         on_gpu = trainer.device.type == "cuda"
         if on_gpu:
             activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities) as profiler:
-            some(1 + steps, steps)
+            take_steps(1 + steps, steps)
     profiled, operators = summary(profiler.events(), on_gpu)
-    values = config.to_dict()
-    values["data"] = {"dataset": config.data.dataset}  # paths are nobody's business
     return {
-        "what": "time of a training step by what it is spent on",
+        "what": "time of a training step by part and by operator",
         "machine": machine(trainer.device),
-        "config": values,
+        "config": config_record(config),
         "steps": steps,
         "seconds_per_step": seconds,
         "profiled_seconds_per_step": profiled / steps,
@@ -126,29 +118,30 @@ def measure(config: RunConfig, steps: int) -> dict[str, Any]:
 def _step(trainer: Trainer, batches: TrainingBatches, number: int) -> None:
     with record_function("tvq: data"):
         batch = batches[number]
-    trainer.update(batch, number, batches.begins(number))
+    trainer.step(batch, number, batches.starts_sequences(number))
     synchronize(trainer.device)
 
 
 def _scopes(trainer: Trainer) -> ExitStack:
-    """A context in which work on codebooks is named in the profile."""
+    """Return a context in which the profile shows work on codebooks as a scope."""
     stack = ExitStack()
-    open_scopes: list[record_function] = []
+    open_scopes: list[ExitStack] = []
 
-    def enter(*_: Any) -> None:
-        open_scopes.append(record_function("tvq: codebooks"))
-        open_scopes[-1].__enter__()
+    def enter(*_: object) -> None:
+        scope = ExitStack()
+        scope.enter_context(record_function("tvq: codebooks"))
+        open_scopes.append(scope)
 
-    def leave(*_: Any) -> None:
-        open_scopes.pop().__exit__(None, None, None)
+    def leave(*_: object) -> None:
+        open_scopes.pop().close()
 
-    update = trainer.model.update_codebooks
+    update_codebooks = trainer.model.update_codebooks
 
-    def learn(code_usage: Sequence[CodeUsage]) -> None:
+    def recorded(code_usage: Sequence[CodeUsage]) -> None:
         with record_function("tvq: codebooks"):
-            update(code_usage)
+            update_codebooks(code_usage)
 
-    trainer.model.update_codebooks = learn  # type: ignore[method-assign]
+    trainer.model.update_codebooks = recorded  # type: ignore[method-assign]
     stack.callback(delattr, trainer.model, "update_codebooks")
     if not trainer.config.train.compile:  # hooks would break the graph
         for module in trainer.model.modules():
@@ -159,9 +152,10 @@ def _scopes(trainer: Trainer) -> ExitStack:
 
 
 def summary(events: EventList, on_gpu: bool = False) -> tuple[float, list[Operator]]:
-    """Seconds of all steps together, and where they went; what no operator accounts for is Python.
+    """Return the total seconds of all steps, and the time of every operator.
 
-    on_gpu: count the time of kernels; the rest of a step is then waiting.
+    Time outside all operators is attributed to Python. on_gpu: use the time of GPU kernels; the
+    remaining time is waiting for the host.
     """
     nodes = _nodes(events)
     found: dict[tuple[str, str], Operator] = {}
@@ -181,7 +175,7 @@ def summary(events: EventList, on_gpu: bool = False) -> tuple[float, list[Operat
 
 
 def _part(event: FunctionEvent, nodes: dict[int, str]) -> str:
-    """Where an event belongs: to the scope around it, else by its name."""
+    """Return the part of an event: from the scopes around it, else from its name."""
     around: FunctionEvent | None = event
     while around is not None:
         if around.name.startswith("tvq: ") and around.name != _STEP:
@@ -199,30 +193,31 @@ def _part(event: FunctionEvent, nodes: dict[int, str]) -> str:
 
 
 def _nodes(events: EventList) -> dict[int, str]:
-    """The numbers of autograd nodes that belong to cache or codebooks, whatever operators they use.
+    """Return the part of every autograd node of the cache and the codebooks, by sequence number.
 
-    An operator carries the number that the next node gets; the last one with a number made it.
+    An operator has the sequence number of the next node. So the last operator with a number is the
+    one that created the node.
     """
-    made = {}
+    created = {}
     for event in sorted(events, key=lambda event: event.time_range.start):
         parent = event.cpu_parent.name if event.cpu_parent else ""
         is_gradient = event.name.startswith(_GRADIENT) or parent.startswith(_GRADIENT)
         if event.sequence_nr >= 0 and not is_gradient:
-            made[event.sequence_nr] = _part(event, {})
-    return {number: part for number, part in made.items() if part in ("cache", "codebooks")}
+            created[event.sequence_nr] = _part(event, {})
+    return {number: part for number, part in created.items() if part in ("cache", "codebooks")}
 
 
-def table(result: dict[str, Any], n_operators: int = 10) -> str:
-    """Markdown: the parts, which add up to the step, and the operators that take longest."""
-    whole = result["profiled_seconds_per_step"]
+def table(record: ProfileRecord, n_operators: int = 10) -> str:
+    """Return Markdown tables of the parts, which add up to the step, and the slowest operators."""
+    total = record["profiled_seconds_per_step"]
     lines = ["| part of a step | ms | share |", "| --- | ---: | ---: |"]
-    for part, seconds in (result["profile"] | {"whole step": whole}).items():
-        lines.append(f"| {part} | {1e3 * seconds:,.1f} | {seconds / whole:.1%} |")
-    plain = 1e3 * result["seconds_per_step"]
-    lines += ["", f"Without the profiler a step takes {plain:,.1f} ms.", ""]
+    for part, seconds in (record["profile"] | {"total": total}).items():
+        lines.append(f"| {part} | {1e3 * seconds:,.1f} | {seconds / total:.1%} |")
+    plain = 1e3 * record["seconds_per_step"]
+    lines += ["", f"Without the profiler, a step takes {plain:,.1f} ms.", ""]
     lines += ["| operator | part | ms | calls per step |", "| --- | --- | ---: | ---: |"]
-    for row in result["operators"][:n_operators]:
-        calls = row["calls"] / result["steps"]
+    for row in record["operators"][:n_operators]:
+        calls = row["calls"] / record["steps"]
         lines.append(
             f"| {row['name']} | {row['part']} | {1e3 * row['seconds']:,.1f} | {calls:,.0f} |"
         )

@@ -1,7 +1,7 @@
-"""The strongest baseline that a PyTorch user has: MHA by `scaled_dot_product_attention`.
+"""The strongest PyTorch baseline: MHA with `scaled_dot_product_attention`.
 
-Of the same shape as an MHA layer here, and with as few other operations as possible: no positions,
-no norms of queries and keys, one projection for queries, keys and values.
+It has the shape of our MHA layer and as few other operations as possible: no positional bias, no
+normalization of queries and keys, and one projection for queries, keys and values.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from transformer_vq.config import ModelConfig
 from transformer_vq.errors import UserError
-from transformer_vq.nn.layers import FeedForward, linear, rms_norm, run
+from transformer_vq.nn.layers import FeedForward, linear, rms_norm
 from transformer_vq.nn.model import ModelOutput, TransformerVQ
 from transformer_vq.nn.state import ModelState
 from transformer_vq.training.sizes import flops_per_token
 
 
 class SdpaAttention(nn.Module):
-    """RMSNorm, heads of width d_k, causal attention, projection back."""
+    """RMSNorm, causal multi-head attention with heads of width d_k, output projection."""
 
     def __init__(self, d_model: int, d_k: int) -> None:
         super().__init__()
@@ -31,18 +32,22 @@ class SdpaAttention(nn.Module):
         self.o_proj = linear(d_model, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [b, t, d_model] -> the residual branch, same shape."""
-        return run(self._forward, x, checkpoint_activations=self.checkpoint_activations)
+        """Return the residual branch of x: [b, t, d_model] -> [b, t, d_model]."""
+        if self.checkpoint_activations and torch.is_grad_enabled():
+            branch: Tensor = checkpoint(self._forward, x, use_reentrant=False)
+            return branch
+        return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv_proj(rms_norm(x)).unflatten(-1, (3, -1, self.d_k))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # [b, h, t, k] each
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        branch: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))
+        return branch
 
 
 class SdpaTransformer(TransformerVQ):
-    """A plain transformer on whole sequences that can be trained like any model here."""
+    """A plain transformer without state; trainable like `TransformerVQ`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(replace(config, head_type="mha", attention="full"))
@@ -63,12 +68,12 @@ class SdpaTransformer(TransformerVQ):
         document_ids: Tensor | None = None,
         key_priority: Tensor | None = None,
     ) -> ModelOutput:
-        """tokens: [b, t]; nothing is carried from one call to the next.
+        """Return the logits of tokens: [b, t]; the returned state is empty.
 
-        key_priority is ignored: there are no codebooks.
+        `state` and `key_priority` are ignored: this model has no window, cache or codebooks.
         """
         if valid is not None or document_ids is not None:
-            raise UserError("the baseline knows neither padding nor documents")
+            raise UserError("the sdpa baseline does not support padding or documents")
         x = self.embed(tokens)
         for branch in self.branches:
             x = x + branch(x)
@@ -78,6 +83,6 @@ class SdpaTransformer(TransformerVQ):
 
 
 def sdpa_flops_per_token(config: ModelConfig, seq_len: int) -> int:
-    """Forward pass: full attention by heads, without its positional scores."""
+    """Return the FLOPs of a forward pass: those of full MHA without the positional bias."""
     full = flops_per_token(replace(config, head_type="mha", attention="full"), seq_len)
     return full - config.n_layer * config.d_model * 2 * (seq_len // 2)

@@ -1,6 +1,6 @@
-"""One training step of a given shape, timed: forward, backward, optimizer, codebooks.
+"""Time one training step of a given shape: forward, backward, optimizer, codebooks.
 
-It is the step of `tvq train`, on random tokens, with gradients through the whole sequence.
+It is the step of `tvq train`, on random tokens, with gradients through the entire sequence.
 """
 
 from __future__ import annotations
@@ -8,68 +8,58 @@ from __future__ import annotations
 import math
 import re
 import time
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 
 from transformer_vq.bench.cells import peak_bytes, synchronize
+from transformer_vq.bench.defaults import Shape
+from transformer_vq.bench.records import StepAttention, StepKind, StepTiming, step_kind
 from transformer_vq.bench.sdpa import SdpaTransformer, sdpa_flops_per_token
-from transformer_vq.config import (
-    HeadType,
-    ModelConfig,
-    Precision,
-    Reduction,
-    RunConfig,
-    TrainConfig,
-)
+from transformer_vq.config import HeadType, ModelConfig, Reduction, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch, TrainingBatches
 from transformer_vq.data.corpus import prepare
 from transformer_vq.device import find_device, total_memory
 from transformer_vq.errors import UserError
 from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.training.run import training_batches, with_parts_that_fit
+from transformer_vq.training.run import choose_accumulation, training_batches
 from transformer_vq.training.sizes import flops_per_token
 from transformer_vq.training.step import Trainer
 
-
-def _as_option(field: re.Match[str]) -> str:
-    return f"--{field[2].replace('_', '-')} "
+PAPER_LAYERS = 24
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One measurement: which model, how long a sequence, how many steps in a timing."""
+class Cell(Shape):
+    """One measurement: the model, the length of the sequence, and the steps per timing."""
 
     head_type: HeadType
-    attention: Literal["vq", "full", "sdpa"]
+    attention: StepAttention
     reduction: Reduction
     seq_len: int
-    d_model: int = 768
+    _: KW_ONLY
     n_layer: int = 1
-    d_k: int = 128
-    n_kv_head: int | None = None
-    n_code: int = 512
-    block_len: int = 512
-    vocab_size: int = 256
-    batch_size: int = 1
-    precision: Precision = "fp32"
     checkpoint_activations: bool = False
     compile: bool = False
-    device: str = "auto"
     steps: int = 1
-    """Training steps in one timing: many of a short sequence, so that every timing lasts as long
-    and a lucky moment of the machine does not favour the short ones."""
+    """Training steps per timing. Short sequences get more steps, so that all timings take about
+    equally long. Otherwise short timings would profit more from idle moments of the machine."""
     document_len: int | None = None
-    """Tokens per document packed into the sequence; None for the path without documents."""
+    """Tokens per packed document; None for the code path without documents."""
+
+    @property
+    def kind(self) -> StepKind:
+        """full, sdpa, or the reduction of VQ attention."""
+        return step_kind(self.attention, self.reduction)
 
     @property
     def config(self) -> RunConfig:
-        """The run of which this is a step; raises UserError for one that cannot be."""
+        """The config of a run with this step; raises UserError if it is invalid."""
         try:
             return self._config()
         except UserError as error:
-            # The options of benchmarks have the same names, but no sections.
+            # The options of benchmarks have the same names as config fields, but no sections.
             raise UserError(re.sub(r"\b(model|train)\.(\w+)=", _as_option, str(error))) from None
 
     def _config(self) -> RunConfig:
@@ -100,27 +90,34 @@ class Cell:
 
     @property
     def flops_per_token(self) -> int:
-        """Of a training step: three forward passes; recomputation counts as nothing."""
+        """FLOPs of a training step per token: three forward passes, without recomputation."""
         count = sdpa_flops_per_token if self.attention == "sdpa" else flops_per_token
         return 3 * count(self.config.model, self.seq_len)
 
     @property
     def flops(self) -> int:
-        """Of a training step, all tokens together."""
+        """FLOPs of a training step."""
         return self.flops_per_token * self.batch_size * self.seq_len
 
 
-def kind(row: dict[str, Any]) -> str:
-    """full, sdpa, or the reduction of VQ attention; `row` holds the fields of a cell."""
-    return row["reduction"] if row["attention"] == "vq" else row["attention"]
+def _as_option(field: re.Match[str]) -> str:
+    return f"--{field[2].replace('_', '-')} "
+
+
+def shape_fields(shape: Shape) -> dict[str, Any]:
+    """Return the fields of a shape for `Cell`, with the default number of layers filled in."""
+    values = vars(shape)
+    if shape.n_layer is not None:
+        return values
+    return values | {"n_layer": 1 if find_device(shape.device).type == "cpu" else PAPER_LAYERS}
 
 
 def timed_steps(
     cell: Cell, time_limit: float = math.inf, memory_gb: float | None = None
-) -> dict[str, Any]:
-    """Seconds of the first step and of one after it, and peak memory; for a process of its own.
+) -> StepTiming:
+    """Time the training steps of a cell; run this in a subprocess to measure its peak memory.
 
-    time_limit: seconds after which no further step is begun. memory_gb: of a GPU.
+    time_limit: seconds after which no further step is started. memory_gb: limit on GPU memory.
     """
     device = find_device(cell.device)
     if memory_gb is not None and device.type == "cuda":
@@ -129,13 +126,13 @@ def timed_steps(
     torch.manual_seed(0)
     model = (SdpaTransformer if cell.attention == "sdpa" else TransformerVQ)(cell.config.model)
     trainer = Trainer(model, cell.config, device)
-    batch = _batch(cell)
+    batch = _random_batch(cell)
     start = time.perf_counter()
-    trainer.update(batch, 0, begins=True)  # compiles, if asked to, and touches all memory
+    trainer.step(batch, 0, begins=True)  # compiles if requested, and touches all memory
     synchronize(device)
     first, start = time.perf_counter() - start, time.perf_counter()
     for done in range(1, cell.steps + 1):
-        trainer.update(batch, done, begins=True)
+        trainer.step(batch, done, begins=True)
         if time.perf_counter() - start > time_limit:
             break
     synchronize(device)
@@ -144,16 +141,15 @@ def timed_steps(
 
 
 def trainer_and_batches(config: RunConfig) -> tuple[Trainer, TrainingBatches]:
-    """All that updates of a run need, without the run."""
+    """Return what the training steps of a run need, without creating a run folder."""
     device = find_device(config.train.device)
-    config = with_parts_that_fit(config, total_memory(device))
+    config = choose_accumulation(config, total_memory(device))
     torch.manual_seed(config.train.seed)
     batches = training_batches(config, prepare(config.data, config.model.vocab_size))
     return Trainer(TransformerVQ(config.model), config, device), batches
 
 
-def _batch(cell: Cell) -> Batch:
-    """Random tokens."""
+def _random_batch(cell: Cell) -> Batch:
     shape = (cell.batch_size, cell.seq_len)
     positions = torch.arange(cell.seq_len).expand(shape)
     tokens, targets = (torch.randint(cell.vocab_size, shape) for _ in range(2))

@@ -1,16 +1,15 @@
 """Tables 6-9 of the paper on any machine: training throughput by head type, kind and length.
 
-Cells of a grid are measured in rounds, each cell in a fresh process; the best round counts, so that
-a slow minute of a shared machine does not fall on one cell alone. The figures that travel are the
-ratios: speed-ups, and the part of the machine's own matrix-product rate.
+The cells of a grid are measured in rounds, each cell in its own subprocess, and the best round
+counts. So a slow minute of a shared machine does not distort a single cell. Ratios carry over
+between machines: speed-ups, and the share of the machine's matrix-product rate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
-from typing import Any, Literal, get_args
+from typing import cast, get_args
 
 import torch
 
@@ -21,91 +20,68 @@ from transformer_vq.bench.cells import (
     machine,
     over_time,
 )
+from transformer_vq.bench.defaults import REPEATS, Checkpointing
 from transformer_vq.bench.rates import TIME_LIMIT, matmul_rates, precisions_to_measure
-from transformer_vq.bench.steps import Cell, kind, timed_steps
+from transformer_vq.bench.records import (
+    Failure,
+    StepKind,
+    StepRecord,
+    StepRow,
+    StepTiming,
+    row_kind,
+)
+from transformer_vq.bench.steps import Cell, timed_steps
 from transformer_vq.config import HeadType
 from transformer_vq.device import find_device, total_memory
-from transformer_vq.errors import UserError
 from transformer_vq.progress import progress_bar, warn
 
-Kind = Literal["full", "sdpa", "serial", "matmul", "associative", "input_scan", "auto"]
-Checkpointing = Literal["auto", "on", "off"]
-
-KINDS: tuple[Kind, ...] = get_args(Kind)
-HEAD_TYPES: tuple[HeadType, ...] = ("shga", "mqa", "mha")  # of the paper
-LENGTHS = (2048, 8192, 32_768, 131_072)
-QUICK_KINDS: tuple[Kind, ...] = ("full", "sdpa", "auto")
-QUICK_LENGTHS = (2048, 8192)
-
-USABLE_MEMORY = 0.9  # of all there is: rather a message than a dead machine
-START = 600.0  # seconds that a child may take until its first step, compiling included
+USABLE_MEMORY = 0.9  # fraction of all memory, so that the machine stays responsive
+START = 600.0  # seconds that a subprocess may take before its first step, including compilation
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a grid; `result` has the cells measured until then."""
+    """Ctrl-C during a grid; `record` has the cells measured so far."""
 
-    def __init__(self, result: dict[str, Any]) -> None:
+    def __init__(self, record: StepRecord) -> None:
         super().__init__()
-        self.result = result
+        self.record = record
 
 
-def grid(
-    head_types: Sequence[HeadType],
-    kinds: Sequence[Kind],
-    lengths: Sequence[int],
-    **shape: Any,
-) -> list[Cell]:
-    """All cells, short sequences first. The baseline `sdpa` has one head type, MHA.
+@dataclass
+class Measured:
+    """The measurements of a cell so far."""
 
-    shape: other fields of a cell. Raises UserError for a model that cannot be.
-    """
-    if not lengths or not _series(head_types, kinds):
-        raise UserError(
-            "an empty grid: give at least one of each of --head-types, --kinds and --lengths"
-        )
-    if min(lengths) < 1:
-        raise UserError(f"--lengths {min(lengths)}: must be at least 1")
-    cells = []
-    for seq_len in sorted(set(lengths)):
-        for head_type, name in _series(head_types, kinds):
-            cell = Cell(
-                head_type,
-                attention=name if name in ("full", "sdpa") else "vq",
-                reduction="auto" if name in ("full", "sdpa") else name,  # type: ignore[arg-type]
-                seq_len=seq_len,
-                **shape,
-            )
-            cells.append(_with_steps(cell, max(lengths)))
-    return cells
+    checkpoint_activations: bool
+    timings: list[float] = field(default_factory=list)
+    first_step_seconds: float = 0.0
+    peak_gb: float = 0.0
+    failed: str | None = None
+    estimated_seconds: float | None = None
 
-
-def _series(head_types: Sequence[HeadType], kinds: Sequence[Kind]) -> list[tuple[HeadType, Kind]]:
-    by_head: list[tuple[HeadType, Kind]] = [
-        (head_type, name) for head_type in head_types for name in kinds if name != "sdpa"
-    ]
-    return by_head + ([("mha", "sdpa")] if "sdpa" in kinds else [])
-
-
-def _with_steps(cell: Cell, longest: int) -> Cell:
-    """As many steps as take about the time of one linear step on the longest sequence."""
-    linear = replace(cell, attention="vq", reduction="auto", seq_len=longest)
-    return replace(cell, steps=max(1, round(linear.flops / cell.flops)))
+    def add(self, found: StepTiming | Failure) -> None:
+        """Add the result of one round."""
+        if "failed" not in found:
+            self.timings.append(found["seconds"])
+            self.first_step_seconds = found["first"]
+            self.peak_gb = max(self.peak_gb, found["peak_gb"])
+        elif not self.timings:  # a failure does not discard the timings of earlier rounds
+            self.failed = found["failed"]
 
 
 def run(
     cells: list[Cell],
-    repeats: int = 3,
+    repeats: int = REPEATS,
     memory_gb: float | None = None,
     time_limit: float = 300.0,
     checkpointing: Checkpointing | None = None,
-) -> dict[str, Any]:
+) -> StepRecord:
     """Measure all cells once per round.
 
-    memory_gb: what a cell may use, by default nearly all there is. time_limit: seconds that a step
-    may take; a cell that would take longer, judging by a shorter sequence, is left out, and a
-    subprocess that runs for much longer than its steps may take is ended.
-    checkpointing: activation checkpointing; "auto" uses it where a cell would otherwise be out of
-    memory, None as each cell says.
+    memory_gb: memory limit of a cell, by default nearly all memory. time_limit: seconds per step;
+    a cell is skipped if a shorter sequence predicts that its steps take longer. A subprocess that
+    far exceeds the time of its steps is killed. checkpointing: activation checkpointing; "auto"
+    enables it in cells that are out of memory without it, None uses the setting of each cell.
+    Raises Interrupted on Ctrl-C.
     """
     device = find_device(cells[0].device)
     if memory_gb is None:
@@ -113,12 +89,12 @@ def run(
     check_limits(repeats=repeats, time_limit=time_limit, memory_gb=memory_gb)
     if checkpointing is not None:
         cells = [replace(cell, checkpoint_activations=checkpointing == "on") for cell in cells]
-    rows = {cell: asdict(cell) | {"timings": [], "peak_gb": 0.0} for cell in cells}
+    measured = {cell: Measured(cell.checkpoint_activations) for cell in cells}
 
-    def measure(cell: Cell) -> dict[str, Any]:
+    def measure(cell: Cell, state: Measured) -> StepTiming | Failure:
         return in_subprocess(
             timed_steps,
-            cell,
+            replace(cell, checkpoint_activations=state.checkpoint_activations),
             time_limit,
             memory_gb,
             memory_gb=memory_gb if device.type == "cpu" else None,
@@ -126,146 +102,159 @@ def run(
         )
 
     with progress_bar("bench", 1 + repeats * len(cells), "cells") as advance:
-        precisions = precisions_to_measure(device, [cell.precision for cell in cells])
-        rates = in_subprocess(matmul_rates, device, precisions, seconds=TIME_LIMIT)
-        if "failed" in rates:
-            warn(f"the matrix-product rates were not measured: {rates['failed']}")
-            rates = {}
+        rates = _rates(device, cells)
         advance(1, note="matrix products")
         try:
-            for cell, row in list(rows.items()) * repeats:
-                if not row["timings"] and "failed" not in row:
-                    row |= foreseen(cell, rows, time_limit)
-                if "failed" not in row:
-                    found = measure(
-                        replace(cell, checkpoint_activations=row["checkpoint_activations"])
-                    )
-                    lacks_memory = not row["timings"] and found.get("failed") == OUT_OF_MEMORY
-                    is_on = row["checkpoint_activations"]
+            for cell, state in list(measured.items()) * repeats:
+                if not state.timings and state.failed is None:
+                    predict(cell, measured, time_limit)
+                if state.failed is None:
+                    found = measure(cell, state)
+                    lacks_memory = not state.timings and found == Failure(failed=OUT_OF_MEMORY)
+                    is_on = state.checkpoint_activations
                     if checkpointing == "auto" and lacks_memory and not is_on:
-                        row["checkpoint_activations"] = True
-                        found = measure(replace(cell, checkpoint_activations=True))
-                    _note(row, found)
-                advance(1, note=_progress(cell, row))
+                        state.checkpoint_activations = True
+                        found = measure(cell, state)
+                    state.add(found)
+                advance(1, note=_progress(cell, state))
         except KeyboardInterrupt:
-            known = {cell: row for cell, row in rows.items() if row["timings"] or "failed" in row}
-            raise Interrupted(_result(known, rates, device)) from None
-    return _result(rows, rates, device)
+            known = {cell: m for cell, m in measured.items() if m.timings or m.failed}
+            raise Interrupted(_record(known, rates, device)) from None
+    return _record(measured, rates, device)
+
+
+def _rates(device: torch.device, cells: list[Cell]) -> dict[str, float]:
+    """Return the matrix-product rates by precision; warn and return {} if that fails."""
+    precisions = precisions_to_measure(device, [cell.precision for cell in cells])
+    rates = in_subprocess(matmul_rates, device, precisions, seconds=TIME_LIMIT)
+    if "failed" in rates:
+        warn(f"the matrix-product rates were not measured: {rates['failed']}")
+        return {}
+    return rates
 
 
 def _seconds_per_cell(time_limit: float) -> float:
-    """Return how long the subprocess of a cell may run: its start and three steps."""
+    """Return the time limit of the subprocess of a cell: its start and three steps."""
     return START + 3 * time_limit
 
 
-def _result(
-    rows: dict[Cell, dict[str, Any]], rates: dict[str, float], device: torch.device
-) -> dict[str, Any]:
-    result = [_figures(cell, row, rates) for cell, row in rows.items()]
-    _compare(result)
+def _record(
+    measured: dict[Cell, Measured], rates: dict[str, float], device: torch.device
+) -> StepRecord:
+    rows = [_row(cell, state, rates) for cell, state in measured.items()]
+    _add_speedups(rows)
     return {
         "what": "training steps: forward, backward, optimizer, codebooks; gradients through the "
-        "whole sequence",
+        "entire sequence",
         "machine": machine(device),
         "matmul_flops": rates,
-        "rows": result,
+        "rows": rows,
     }
 
 
-def foreseen(cell: Cell, rows: dict[Cell, dict[str, Any]], time_limit: float) -> dict[str, Any]:
-    """What shorter sequences of the same model say: why a cell need not be tried, or that it has
-    to checkpoint_activations as well; {} if nothing."""
-    why: dict[str, Any] = {}
-    again: dict[str, Any] = {}
-    for other, row in rows.items():  # short ones first, so that the longest of them decides
+def predict(cell: Cell, measured: dict[Cell, Measured], time_limit: float) -> None:
+    """Use the results of shorter sequences of the same model.
+
+    Marks the cell as failed if it would exceed the memory or `time_limit`, and enables activation
+    checkpointing if a shorter sequence needed it.
+    """
+    limits = (OUT_OF_MEMORY, over_time(_seconds_per_cell(time_limit)))
+    state = measured[cell]
+    failed, estimate, checkpointing = None, None, state.checkpoint_activations
+    for other, shorter in measured.items():  # short sequences first: the longest one decides
         same = replace(other, seq_len=cell.seq_len, steps=cell.steps)
         if (
             other.seq_len >= cell.seq_len
             or replace(same, checkpoint_activations=cell.checkpoint_activations) != cell
         ):
             continue
-        failed = row.get("failed")
-        if failed in (OUT_OF_MEMORY, over_time(_seconds_per_cell(time_limit))) and same == cell:
-            return {"failed": failed}
-        if row["checkpoint_activations"] != other.checkpoint_activations:
-            again = {"checkpoint_activations": True}
-        known = min(row["timings"]) if row["timings"] else row.get("estimated_seconds")
+        if shorter.failed in limits and same == cell:
+            state.failed = shorter.failed
+            return
+        if shorter.checkpoint_activations != other.checkpoint_activations:
+            checkpointing = True
+        known = min(shorter.timings, default=shorter.estimated_seconds)
         if known is not None:
             seconds = known * cell.flops / other.flops
-            skipped = {"failed": f"skipped, about {seconds:,.0f} s per step"}
-            why = skipped | {"estimated_seconds": seconds} if seconds > time_limit else {}
-    return why | again
+            is_slow = seconds > time_limit
+            failed = f"skipped, about {seconds:,.0f} s per step" if is_slow else None
+            estimate = seconds if is_slow else None
+    state.failed, state.estimated_seconds = failed, estimate
+    state.checkpoint_activations = checkpointing
 
 
-def _note(row: dict[str, Any], found: dict[str, Any]) -> None:
-    if "failed" in found:
-        row |= {} if row["timings"] else found  # it was measured in another round
-    else:
-        row["timings"].append(found["seconds"])
-        row["first_step_seconds"] = found["first"]
-        row["peak_gb"] = max(row["peak_gb"], found["peak_gb"])
+def _progress(cell: Cell, state: Measured) -> str:
+    result = state.failed
+    if state.timings:
+        result = f"{cell.batch_size * cell.seq_len / state.timings[-1]:,.0f} tokens/s"
+    return f"{cell.head_type} {cell.kind} {cell.seq_len:,} tokens: {result}"
 
 
-def _progress(cell: Cell, row: dict[str, Any]) -> str:
-    said = row.get("failed")
-    if row["timings"]:
-        said = f"{cell.batch_size * cell.seq_len / row['timings'][-1]:,.0f} tokens/s"
-    return f"{cell.head_type} {kind(row)} {cell.seq_len:,} tokens: {said}"
-
-
-def _figures(cell: Cell, row: dict[str, Any], rates: dict[str, float]) -> dict[str, Any]:
-    """What follows from the timings of one cell."""
-    if "failed" in row:
-        return {key: value for key, value in row.items() if key not in ("timings", "peak_gb")}
+def _row(cell: Cell, state: Measured, rates: dict[str, float]) -> StepRow:
+    """Return the record of one cell."""
+    row = cast(StepRow, asdict(cell))
+    row["checkpoint_activations"] = state.checkpoint_activations
+    if state.failed is not None:
+        row["failed"] = state.failed
+        if state.estimated_seconds is not None:
+            row["estimated_seconds"] = state.estimated_seconds
+        return row
     n_tokens = cell.batch_size * cell.seq_len
-    best = min(row["timings"])
-    return row | {
-        "seconds": best,
-        "median_seconds": median(row["timings"]),
-        "tokens_per_second": n_tokens / best,
-        "us_per_token": 1e6 * best / n_tokens,
-        "flops_per_token": cell.flops_per_token,
-        "share_of_rate": {name: cell.flops / best / rate for name, rate in rates.items()},
-    }
+    best = min(state.timings)
+    row["timings"] = state.timings
+    row["peak_gb"] = state.peak_gb
+    row["first_step_seconds"] = state.first_step_seconds
+    row["seconds"] = best
+    row["median_seconds"] = median(state.timings)
+    row["tokens_per_second"] = n_tokens / best
+    row["us_per_token"] = 1e6 * best / n_tokens
+    row["flops_per_token"] = cell.flops_per_token
+    row["share_of_rate"] = {name: cell.flops / best / rate for name, rate in rates.items()}
+    return row
 
 
-def _compare(rows: list[dict[str, Any]]) -> None:
-    """Speed-ups at equal length: over full attention of the same heads, over SDPA."""
+def _add_speedups(rows: list[StepRow]) -> None:
+    """Add the speed-ups at equal length over full attention with the same heads, and over SDPA."""
     times = {
-        (row["head_type"], kind(row), row["seq_len"]): row["seconds"]
+        (row["head_type"], row_kind(row), row["seq_len"]): row["seconds"]
         for row in rows
         if "failed" not in row
     }
+
+    def speedup(row: StepRow, head_type: HeadType, kind: StepKind) -> float | None:
+        seconds = times.get((head_type, kind, row["seq_len"]))
+        return None if seconds is None else seconds / row["seconds"]
+
     for row in rows:
         if "failed" not in row:
-            bases = {"full": (row["head_type"], "full"), "sdpa": ("mha", "sdpa")}
-            for name, base in bases.items():
-                other = times.get((*base, row["seq_len"]))
-                row[f"over_{name}"] = None if other is None else other / row["seconds"]
+            row["over_full"] = speedup(row, row["head_type"], "full")
+            row["over_sdpa"] = speedup(row, "mha", "sdpa")
 
 
-def table(result: dict[str, Any]) -> str:
-    """A Markdown table of all cells, and what they were measured against."""
+def table(record: StepRecord) -> str:
+    """Return a Markdown table of all cells, after the model and the matrix-product rates."""
     rates = ", ".join(
-        f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in result["matmul_flops"].items()
+        f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in record["matmul_flops"].items()
     )
-    first = result["rows"][0]
+    first = record["rows"][0]
     is_compiled = first["compile"]
-    again = any(row["checkpoint_activations"] for row in result["rows"])
+    is_checkpointed = any(row["checkpoint_activations"] for row in record["rows"])
     lines = [
-        f"Model: d_model {first['d_model']}, {first['n_layer']} layers, d_k {first['d_k']}, "
+        f"Model: d_model {first['d_model']}, n_layer {first['n_layer']}, d_k {first['d_k']}, "
         f"{first['n_code']} codes, blocks of {first['block_len']}; batch {first['batch_size']}, "
         f"{first['precision']}{', compiled' if is_compiled else ''}"
-        f"{'; *: activations computed again in backward' if again else ''}",
-        f"Best matrix-product rates here: {rates or 'not measured'}",
+        f"{'; *: activation checkpointing' if is_checkpointed else ''}",
+        f"Best matrix-product rates: {rates or 'not measured'}",
         "",
-        "| heads | kind | tokens | tokens/s | ms per step | median | peak GB | of bf16 rate "
-        "| of fp32 rate | over full | over sdpa |" + " first step, s |" * is_compiled,
+        "| heads | kind | tokens | tokens/s | ms per step | median ms | peak GB "
+        "| share of bf16 rate | share of fp32 rate | speed-up over full | speed-up over sdpa |"
+        + " first step, s |"
+        * is_compiled,
         "| --- | --- |" + " ---: |" * (9 + is_compiled),
     ]
-    for row in sorted(result["rows"], key=lambda r: get_args(HeadType).index(r["head_type"])):
+    for row in sorted(record["rows"], key=lambda r: get_args(HeadType).index(r["head_type"])):
         mark = " *" if row["checkpoint_activations"] else ""
-        start = f"| {row['head_type']} | {kind(row)}{mark} | {row['seq_len']:,} |"
+        start = f"| {row['head_type']} | {row_kind(row)}{mark} | {row['seq_len']:,} |"
         if "failed" in row:
             lines.append(f"{start} {row['failed']} |" + "  |" * (7 + is_compiled))
             continue
@@ -276,7 +265,7 @@ def table(result: dict[str, Any]) -> str:
             f"{1e3 * row['median_seconds']:,.0f}",
             f"{row['peak_gb']:.2f}",
             *(f"{share[name]:.2f}" if name in share else "" for name in ("bf16", "fp32")),
-            *("" if row[key] is None else f"{row[key]:.2f}" for key in ("over_full", "over_sdpa")),
+            *("" if x is None else f"{x:.2f}" for x in (row["over_full"], row["over_sdpa"])),
             *([f"{row['first_step_seconds']:,.0f}"] if is_compiled else []),
         ]
         lines.append(f"{start} {' | '.join(cells)} |")

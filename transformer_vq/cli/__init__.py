@@ -1,1 +1,1 @@
-"""The `tvq` command: one file per command, imported when it runs."""
+"""The `tvq` command: one module per subcommand, imported only when it runs."""

@@ -1,9 +1,11 @@
-"""Command lines by tyro, with every mistake told in one line."""
+"""Parse command lines with tyro, and report every mistake on one line."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
+import inspect
 import io
 import os
 import re
@@ -15,47 +17,65 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
 
-import tyro
-
 from transformer_vq.config import RunConfig
 from transformer_vq.config.checks import shown
 from transformer_vq.errors import UserError
 from transformer_vq.presets import PRESETS
 
 T = TypeVar("T")
+MAX_ROWS = 2**24  # as in the run config
+PRESET_HINT = f"PRESET is one of {', '.join(PRESETS)}"
+RUN_HINT = "RUN is a run folder"
 
 
 class UsageError(UserError):
-    """A command line that cannot be understood."""
+    """An invalid command line."""
 
 
-def first_word(arguments: list[str], command: str, what: str, hint: str) -> tuple[str, list[str]]:
-    """The word that decides what the options mean and what their defaults are."""
-    if not arguments or arguments[0].startswith("-"):
-        if arguments and arguments[0] in ("-h", "--help"):
-            print(f"usage: tvq {command} {what} [options]\n\n{hint}\n")
-            print(f"`tvq {command} {what} --help` lists the options and their defaults.")
-            sys.exit(0)
-        raise UsageError(f"tvq {command} needs a {what} first; {hint}")
-    return arguments[0], arguments[1:]
+def first_word(
+    arguments: list[str],
+    command: str,
+    what: str,
+    hint: str,
+    options: type | None = None,
+    example: object | None = None,
+) -> tuple[str, list[str]]:
+    """Return the first argument, which determines the defaults of the options, and the rest.
+
+    If it is missing, --help prints the hint and the options, with the defaults of the example.
+    """
+    if arguments and not arguments[0].startswith("-"):
+        return arguments[0], arguments[1:]
+    if not {"-h", "--help"} & set(arguments):
+        raise UsageError(f"{command} needs a {what} first; {hint}")
+    if options is not None:
+        note = f"{hint}."
+        if example is not None:
+            note += f" Defaults that depend on {what} are shown for the preset tiny."
+        parse(options, ["--help"], f"{command} {what}", example, note)
+    print(f"usage: tvq {command} {what} [options]\n\n{hint}\n")
+    print(f"`tvq {command} {what} --help` lists the options and their defaults.")
+    sys.exit(0)
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
+    """Return a suggestion in parentheses if one of the names is similar, else an empty string."""
     close = difflib.get_close_matches(name, list(names), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def find_preset(name: str) -> RunConfig:
+    """Return a preset by its name."""
     if name not in PRESETS:
+        choices = ", ".join(PRESETS)
         raise UsageError(
-            f"there is no preset {name!r}{nearest(name, PRESETS)}; choose one of "
-            f"{', '.join(PRESETS)}"
+            f"unknown preset {name!r}{nearest(name, PRESETS)}; choose one of {choices}"
         )
     return PRESETS[name]
 
 
 def check_can_read(option: str, path: Path | None) -> None:
-    """Fail before a file is opened that is not there, or that may block or never end."""
+    """Raise UsageError unless the path is a regular file; opening others may block or not end."""
     if path is None:
         return
     if path.is_dir():
@@ -63,11 +83,11 @@ def check_can_read(option: str, path: Path | None) -> None:
     if not path.exists():
         raise UsageError(f"{option} {path}: does not exist; give a file")
     if not path.is_file():
-        raise UsageError(f"{option} {path}: is a device or pipe; give a regular file")
+        raise UsageError(f"{option} {path}: is a device or pipe; give a file")
 
 
 def check_range(option: str, value: int | None, low: int, high: int = 2**40) -> None:
-    """Reject numbers that no run could use; None means that the option is not given."""
+    """Raise UsageError if a number is out of range; None is accepted."""
     if value is not None and value < low:
         limit = f"be at least {low}" if low else "not be negative"
         raise UsageError(f"{option} {shown(value)}: must {limit}")
@@ -76,44 +96,55 @@ def check_range(option: str, value: int | None, low: int, high: int = 2**40) -> 
 
 
 def check_unused(kind: str, given: dict[str, object], defaults: dict[str, object]) -> None:
-    """Reject options that this kind of run would ignore."""
+    """Raise UsageError if an option is given that this kind of run ignores."""
     for name, value in given.items():
         if value != defaults[name]:
-            raise UsageError(f"--{name.replace('_', '-')} does not apply to a run on {kind}")
+            raise UsageError(f"--{name.replace('_', '-')} does not apply to {kind} runs")
 
 
-def parse(kind: type[T], arguments: list[str], prog: str, default: T | None = None) -> T:
-    """Options by tyro; what it would draw as a box becomes one line."""
-    box = io.StringIO()
-    options: dict[str, Any] = {} if default is None else {"default": default}
+def parse(
+    kind: type[T], arguments: list[str], prog: str, default: T | None = None, note: str = ""
+) -> T:
+    """Return the options that the arguments give; raise UsageError with one line if they are wrong.
+
+    default: options that have not been given. note: appended to the description in --help.
+    """
+    import tyro
+
+    box = io.StringIO()  # tyro draws a box around its messages
+    settings: dict[str, Any] = {} if default is None else {"default": default}
+    if note:
+        settings["description"] = f"{inspect.getdoc(kind)}\n\n{note}"
     try:
         with contextlib.redirect_stderr(box):
-            command, unknown = tyro.cli(
-                kind, args=arguments, prog=f"tvq {prog}", return_unknown_args=True, **options
+            options, unknown = tyro.cli(
+                kind, args=arguments, prog=f"tvq {prog}", return_unknown_args=True, **settings
             )
     except SystemExit as stop:
         if not stop.code:
+            sys.stdout.flush()  # here, where a closed pipe is still handled
             raise
         raise _config_error(stop) or UsageError(_one_line(box.getvalue(), arguments)) from None
     if unknown:
         message = _unexpected(unknown, arguments, _options(kind))
         raise UsageError(f"{message}; --help lists the options")
-    return _with_home_folders(command)
+    parsed: T = _with_home_folders(options)
+    return parsed
 
 
-def _with_home_folders(command: T) -> T:
-    """Expand ~ in paths, which a shell leaves alone in `--out=~/x`."""
+def _with_home_folders(options: T) -> T:
+    """Expand ~ in paths, which shells do not expand in `--out=~/x`."""
     found: dict[str, Path] = {}
-    for name, value in vars(command).items():
+    for name, value in vars(options).items():
         if isinstance(value, Path):
             found[name] = Path(os.path.expanduser(value))
             if str(found[name]).startswith("~"):
-                raise UsageError(f"{value}: there is no such home folder; give a full path")
-    return replace(command, **found)  # type: ignore[type-var]
+                raise UsageError(f"{value}: home folder not found; give a full path")
+    return replace(options, **found)  # type: ignore[type-var]
 
 
 def _config_error(stop: BaseException) -> UserError | None:
-    """The error of a config, whose message names the field and the fix, if that is the cause."""
+    """Return the error that a config raised while tyro built it, if there is one."""
     error: BaseException | None = stop
     while error is not None and not isinstance(error, UserError):
         error = error.__context__
@@ -121,9 +152,10 @@ def _config_error(stop: BaseException) -> UserError | None:
 
 
 def _one_line(box: str, arguments: list[str]) -> str:
-    """The text of an error box in the form that all messages have, as far as it is known."""
-    lines = [line.strip("│╭╮╰╯|+ ") for line in box.splitlines()[1:]]
-    lines = [line for line in lines if line.strip("─-")]
+    """Return the message in tyro's box, rewritten in the style of all other messages."""
+    # Remove the frame, which is drawn with Unicode box characters.
+    lines = [line.strip("\u2502\u256d\u256e\u2570\u256f|+ ") for line in box.splitlines()[1:]]
+    lines = [line for line in lines if line.strip("\u2500-")]
     text = " ".join(line for line in lines if not line.startswith("For full helptext"))
     if found := re.match(r"Error parsing (--\S+): .*Argument helptext: \1 (.*)", text):
         return _wrong_type(found[1], found[2], arguments)
@@ -141,16 +173,19 @@ def _one_line(box: str, arguments: list[str]) -> str:
 
 
 def _wrong_type(option: str, help_text: str, arguments: list[str]) -> str:
-    """help_text: begins with the types of the values, such as `{None}|INT`."""
+    """Return the message for a value of the wrong type.
+
+    help_text: starts with the types of the values, such as `{None}|INT`.
+    """
     found = re.match(r"(?:[\[\]{}|. ]|None|INT|FLOAT)*", help_text)
     types = "" if found is None else found[0]
     n = types.count("INT") + types.count("FLOAT")
-    noun = "whole number" if "INT" in types else "number"
-    what = f"must be a {noun}" if n == 1 else f"must be {noun}s"
+    article, noun = ("an", "integer") if "INT" in types else ("a", "number")
+    what = f"must be {article} {noun}" if n == 1 else f"must be {noun}s"
     if n > 1 and "..." not in types:
         what = f"must be {n} {noun}s"
     if n == 0:
-        what = "is not a possible value"
+        what = "is not a valid value"
     values = _given(option, arguments)
     return f"{option} {_typed(values[:1] if n == 1 else values)}: {what}" + (
         ", or None" if "None" in types else ""
@@ -158,7 +193,7 @@ def _wrong_type(option: str, help_text: str, arguments: list[str]) -> str:
 
 
 def _given(option: str, arguments: list[str]) -> list[str]:
-    """The values after the last use of an option."""
+    """Return the values after the last use of an option."""
     values: list[str] = []
     takes = False
     for argument in arguments:
@@ -173,7 +208,7 @@ def _given(option: str, arguments: list[str]) -> list[str]:
 
 
 def _unexpected(unknown: list[str], arguments: list[str], options: dict[str, Any]) -> str:
-    """What to say about words that are neither options nor their values."""
+    """Return the message for words that are neither options nor their values."""
     if re.match(r"-+[A-Za-z]", unknown[0]):
         name = unknown[0].partition("=")[0]
         return f"{_typed([name])} is not an option{nearest(name, options)}"
@@ -195,12 +230,12 @@ def _unexpected(unknown: list[str], arguments: list[str], options: dict[str, Any
 
 
 def _typed(words: list[str]) -> str:
-    """Words as they are typed, long ones shortened."""
+    """Return words as typed in a shell, long ones shortened."""
     return shlex.join(word if len(word) <= 80 else f"{word[:60]}..." for word in words[:8])
 
 
 def _options(kind: Any, section: str = "") -> dict[str, Any]:
-    """The options of a command by name, with their types."""
+    """Return the names of all options of a command, with their types."""
     found: dict[str, Any] = {}
     for field, hint in get_type_hints(kind, include_extras=True).items():
         name = field.replace("_", "-")
@@ -214,20 +249,20 @@ def _options(kind: Any, section: str = "") -> dict[str, Any]:
 
 
 def as_options(message: str) -> str:
-    """Name fields as options are typed: model.n_code=0 -> --model.n-code 0, top_p=2 -> --top-p 2.
+    """Replace field names with options: model.n_code=0 -> --model.n-code 0, top_p=2 -> --top-p 2.
 
-    Fields without a section are recognized at the start only.
+    Fields without a section are recognized only at the start of the message.
     """
-    message = _FIELDS.sub(lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] else ''}", message)
+    pattern = rf"(?<![\w.-])({_field_names()})(?:(=)|(?![\w.=]))"
+    message = re.sub(pattern, lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] else ''}", message)
     return re.sub(r"^([a-z]+(?:_[a-z]+)*)=", lambda m: f"--{m[1].replace('_', '-')} ", message)
 
 
+@functools.cache
 def _field_names() -> str:
+    """Return a regular expression for all fields of a run config, such as model.n_code."""
     hints = get_type_hints(RunConfig)
     names = [
         f"{part.name}.{f.name}" for part in fields(RunConfig) for f in fields(hints[part.name])
     ]
     return "|".join(map(re.escape, names))
-
-
-_FIELDS = re.compile(rf"(?<![\w.-])({_field_names()})(?:(=)|(?![\w.=]))")

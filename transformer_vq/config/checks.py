@@ -21,7 +21,7 @@ from transformer_vq.errors import UserError
 T = TypeVar("T")
 Problem = Callable[[Any], str | None]  # what is wrong with a value, or None
 
-EXACT_INT = 2**53  # above it a float cannot represent every whole number
+EXACT_INT = 2**53  # above it a float cannot represent every integer
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class _Shown(reprlib.Repr):
         self.maxstring = self.maxother = 80
 
     def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to print whole numbers with thousands of digits.
-        return repr(x) if abs(x) < 10**30 else f"<whole number of {x.bit_length()} bits>"
+        # Python cannot print integers with thousands of digits.
+        return repr(x) if abs(x) < 10**30 else f"<integer of {x.bit_length()} bits>"
 
 
 def shown(value: object) -> str:
@@ -142,7 +142,7 @@ def _problem(hint: Any) -> Problem:
     if origin is tuple:
         return _fixed_tuple([_problem(x) for x in arguments])
     if hint is int:
-        return lambda x: _whole_number_problem(x, limits)
+        return lambda x: _integer_problem(x, limits)
     if hint is float:
         return lambda x: _number_problem(x, limits)
     if hint is bool:
@@ -172,10 +172,10 @@ def _fixed_tuple(problems: list[Problem]) -> Problem:
     return wrong
 
 
-def _whole_number_problem(value: Any, limits: Range) -> str | None:
+def _integer_problem(value: Any, limits: Range) -> str | None:
     if not isinstance(value, int) or isinstance(value, bool):
-        return limits.describe("a whole number")
-    return limits.problem(value, "a whole number")
+        return limits.describe("an integer")
+    return limits.problem(value, "an integer")
 
 
 def _number_problem(value: Any, limits: Range) -> str | None:

@@ -1,1 +1,1 @@
-"""Data: sources of tokens, corpora on disk, batches for truncated BPTT."""
+"""Data: sources of tokens, prepared corpora on disk, and batches for truncated BPTT."""

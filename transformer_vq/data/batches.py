@@ -1,9 +1,10 @@
-"""Windows for truncated BPTT: which tokens an update sees follows from its number alone.
+"""Batches for truncated BPTT; the batch of a step is a function of the step number.
 
-Every token of a split is a target once per epoch; its input is the token before it, or `bos` where
-a document begins, so nothing is predicted across a boundary. A split is cut into sequences of T
-tokens, shuffled anew each epoch; a batch of sequences is worked on in windows of W tokens, the
-state carried from one to the next. So the cursor of a run is one number, that of its updates.
+Each token of a split is a target once per epoch. Its input is the preceding token, or `bos` at the
+start of a document, so nothing is predicted across documents. A split is cut into sequences of
+`seq_len` tokens, which are shuffled in each epoch. A batch of sequences is processed in windows of
+`backprop_len` tokens, and the model state is carried from one window to the next. To resume, a run
+needs the step number only.
 """
 
 from __future__ import annotations
@@ -22,56 +23,65 @@ from transformer_vq.data.sources.base import DataError
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens, targets: [b, w]; valid and document_ids as the model takes them, None if needless."""
+    """One window of several sequences: tokens and targets, [b, w], and arguments of the model."""
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor
-    """How many tokens of its context stand before each token, [b, w]."""
+    """Number of preceding tokens in the context of each token, [b, w]."""
     valid: Tensor | None = None
+    """False for padding, [b, w]; None if there is no padding."""
     document_ids: Tensor | None = None
+    """[b, w]; None if each sequence contains a single document."""
     key_priority: Tensor | None = None
-    """Random numbers, [b, w] of int64: the keys of the lowest may become codes."""
+    """Random int64 numbers, [b, w]; the keys with the lowest numbers may become codes."""
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Batch:
-        """`fn` applied to every tensor: a choice of rows, a move to another device."""
-        parts = [getattr(self, part.name) for part in fields(self)]
-        return Batch(*(None if x is None else fn(x) for x in parts))  # type: ignore[arg-type]
+        """Apply `fn` to every tensor, for example to select rows or to move them to a device."""
+        tensors = [getattr(self, field.name) for field in fields(self)]
+        return Batch(*(None if x is None else fn(x) for x in tensors))  # type: ignore[arg-type]
 
     @property
     def n_targets(self) -> int:
+        """Number of targets without padding."""
         return self.targets.numel() if self.valid is None else int(self.valid.sum())
 
 
 def read_rows(
-    split: Split, begins: np.ndarray, ends: np.ndarray, offset: int, n: int, documents: bool
+    split: Split,
+    starts: np.ndarray,
+    ends: np.ndarray,
+    offset: int,
+    length: int,
+    with_document_ids: bool,
 ) -> Batch:
-    """n tokens of each context begins[i] to ends[i], from `offset` on; beyond the end is padding.
+    """Return the targets offset to offset + length of each context, with their inputs.
 
-    documents: give ids, because several documents may lie in one context.
+    starts, ends: [b], the range of each context in the split; targets after its end are padding.
+    with_document_ids: needed if a context may contain more than one document.
     """
-    at = begins[:, None] + offset + np.arange(n)  # [b, n] places of the targets
+    at = starts[:, None] + offset + np.arange(length)  # [b, length] indices of the targets
     valid = at < ends[:, None]
-    at = np.where(valid, at, begins[:, None])
+    at = np.where(valid, at, starts[:, None])
     document = np.searchsorted(split.starts, at, side="right") - 1
-    start = split.starts[document]
-    inputs = np.where(start == at, split.bos, split.tokens[np.maximum(at - 1, 0)])
+    document_start = split.starts[document]
+    inputs = np.where(document_start == at, split.bos, split.tokens[np.maximum(at - 1, 0)])
     return Batch(
         tokens=torch.from_numpy(inputs.astype(np.int64)),
         targets=torch.from_numpy(split.tokens[at].astype(np.int64)),
-        positions=torch.from_numpy(at - np.maximum(start, begins[:, None])),
+        positions=torch.from_numpy(at - np.maximum(document_start, starts[:, None])),
         valid=None if valid.all() else torch.from_numpy(valid),
-        document_ids=torch.from_numpy(document) if documents else None,
+        document_ids=torch.from_numpy(document) if with_document_ids else None,
     )
 
 
-def cuts_documents(split: Split, seq_len: int) -> bool:
-    """Whether some sequence of `seq_len` tokens holds more than one document."""
+def packs_documents(split: Split, seq_len: int) -> bool:
+    """Return whether any sequence of `seq_len` tokens contains more than one document."""
     return bool(np.any(np.asarray(split.starts) % seq_len))
 
 
 class TrainingBatches:
-    """The windows of all updates of a run: `batches[update]`."""
+    """The batches of a run; `batches[step]` is one window of `batch_size` sequences."""
 
     def __init__(
         self, split: Split, batch_size: int, seq_len: int, backprop_len: int, seed: int = 0
@@ -88,25 +98,27 @@ class TrainingBatches:
         self.seed = seed
         self.n_windows = seq_len // backprop_len
         self.n_sequences = -(-len(split) // seq_len)
-        self._documents = cuts_documents(split, seq_len)
+        self._with_document_ids = packs_documents(split, seq_len)
         self._order = lru_cache(maxsize=2)(self._shuffle)
 
-    def begins(self, update: int) -> bool:
-        """Whether this update starts new sequences, with a fresh state."""
-        return update % self.n_windows == 0
+    def starts_sequences(self, step: int) -> bool:
+        """Return whether a step starts new sequences, which need a new state."""
+        return step % self.n_windows == 0
 
-    def __getitem__(self, update: int) -> Batch:
-        number, window = divmod(update, self.n_windows)
-        places = number * self.batch_size + np.arange(self.batch_size)
-        sequences = np.array([self._sequence(int(place)) for place in places])
-        begin = sequences * self.seq_len
-        end = np.minimum(begin + self.seq_len, len(self.split))
+    def __getitem__(self, step: int) -> Batch:
+        number, window = divmod(step, self.n_windows)
+        positions = number * self.batch_size + np.arange(self.batch_size)
+        sequences = np.array([self._sequence(int(position)) for position in positions])
+        starts = sequences * self.seq_len
+        ends = np.minimum(starts + self.seq_len, len(self.split))
         offset = window * self.backprop_len
-        return read_rows(self.split, begin, end, offset, self.backprop_len, self._documents)
+        return read_rows(
+            self.split, starts, ends, offset, self.backprop_len, self._with_document_ids
+        )
 
-    def _sequence(self, place: int) -> int:
-        """The sequence that comes as `place`-th in the whole run; epochs follow without a gap."""
-        epoch, within = divmod(place, self.n_sequences)
+    def _sequence(self, position: int) -> int:
+        """Return the sequence at a position in the order of the run; batches may span epochs."""
+        epoch, within = divmod(position, self.n_sequences)
         return int(self._order(epoch)[within])
 
     def _shuffle(self, epoch: int) -> np.ndarray:

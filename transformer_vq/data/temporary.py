@@ -1,7 +1,8 @@
-"""Temporary folders of preparations: locked while they are filled, deleted if that was killed.
+"""Locked temporary folders for corpora that are being prepared.
 
-A lock belongs to an open file descriptor, so it ends with its process however that ends. On file
-systems without locks nothing is deleted.
+Each folder is locked while it is filled. An unlocked temporary folder therefore belongs to a killed
+process, and the next preparation deletes it. A lock belongs to an open file descriptor, so it is
+released however its process ends. On file systems without locks nothing is deleted.
 """
 
 from __future__ import annotations
@@ -9,27 +10,26 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from transformer_vq.files import PARTIAL, atomic_folder
+from transformer_vq.files import PARTIAL, atomic_folder, partial_path
 
-# Of prepared corpora only: the cache may be a folder in which others have files, too.
+# Matches corpora only, because the cache folder may contain other files of the user.
 _LEFTOVER = re.compile(rf"\.\w+-[0-9a-f]{{16}}\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
 
 
 @contextmanager
 def locked_atomic_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to fill; on success it is renamed to `folder`.
+    """Yield a locked temporary folder to fill; on success it is renamed to `folder`.
 
     Deletes the temporary folders that killed processes left next to it. Raises OSError if `folder`
-    exists in the end and is not empty.
+    exists and is not empty when the block ends.
     """
     with ExitStack() as stack:
-        # The parent is locked meanwhile: nobody may find the new folder before it is locked itself.
+        # The parent is locked so that no process finds the new folder before it is locked.
         with locked(folder.parent):
             _delete_leftovers(folder.parent)
             lock = stack.enter_context(ExitStack())  # released after the folder has been renamed
@@ -40,7 +40,7 @@ def locked_atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Wait for the lock of a folder and hold it."""
+    """Hold the lock of a folder; wait for it if another process holds it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -50,15 +50,15 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def move_aside(folder: Path) -> None:
-    """Rename a folder (or whatever it is) so that the next preparation deletes it."""
-    folder.rename(folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{PARTIAL}"))
+def move_aside(path: Path) -> None:
+    """Rename a folder, file or link so that the next preparation deletes it."""
+    path.rename(partial_path(path))
 
 
 def _delete_leftovers(cache: Path) -> None:
     for path in cache.iterdir():
         if _LEFTOVER.fullmatch(path.name):
-            with suppress(OSError):  # of another user, or already deleted
+            with suppress(OSError):  # owned by another user, or already deleted
                 _delete_unless_locked(path)
 
 

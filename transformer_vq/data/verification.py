@@ -1,7 +1,7 @@
-"""Size and SHA-256 of the files of a corpus, checked when it is opened.
+"""Verification of the files of a corpus by size and SHA-256, when it is opened.
 
-Large files are hashed once, not at every start: `verified.json` holds the status of each file when
-it was last verified, and a file whose status has not changed since is not read again.
+Large files are not hashed each time. `verified.json` stores the status (size, times, inode) that
+each file had when it was last verified. A file with an unchanged status is not read again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from transformer_vq.files import (
 )
 
 STAMPS = "verified.json"
-TICK = 0.02  # seconds, more than the resolution of file times: later changes get a later time
+TICK = 0.02  # seconds; longer than the resolution of file times, so later changes are visible
 
 Record = dict[str, Any]
-"""{"size": bytes, "sha256": digest}, as `meta.json` stores it for every file."""
+"""{"size": bytes, "sha256": digest}, as stored for every file in `meta.json`."""
 
 
 class RecordedFile:
-    """A new file that knows its size and SHA-256 without being read again."""
+    """A file opened for writing that computes its size and SHA-256 as it is written."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, "wb")  # noqa: SIM115
@@ -58,26 +58,27 @@ class RecordedFile:
 
 
 def record_of(path: Path) -> Record:
-    """Return the record of a file that something else has written."""
+    """Return the record of an existing file, after flushing it to disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return {"size": path.stat().st_size, "sha256": file_digest(path)}
 
 
-def remember(folder: Path, records: dict[str, Record]) -> None:
-    """Note that the files of a folder have just been written as their records say."""
+def mark_verified(folder: Path, records: dict[str, Record]) -> None:
+    """Store the status of files that have just been written with these records."""
     stamps = _stamps(folder, records)
     time.sleep(TICK)
     _write_stamps(folder, stamps)
 
 
 def verify(folder: Path, records: dict[str, Record]) -> None:
-    """Raise CorruptFileError unless all files are as their records say."""
+    """Raise CorruptFileError unless all files match their records."""
     stamps = _stamps(folder, records)
     for name, record in records.items():
         if stamps[name][1] != record["size"]:
-            size = f"{stamps[name][1]:,} bytes instead of {record['size']:,}"
-            raise CorruptFileError(f"{folder / name} has {size}")
+            raise CorruptFileError(
+                f"{folder / name} has {stamps[name][1]:,} bytes instead of {record['size']:,}"
+            )
     known = _read_stamps(folder)
     changed = [name for name in records if known.get(name) != stamps[name]]
     if not changed:
@@ -90,7 +91,7 @@ def verify(folder: Path, records: dict[str, Record]) -> None:
 
 
 def _stamps(folder: Path, records: dict[str, Record]) -> dict[str, list[Any]]:
-    """Return digest, size, times and inode of each file; the digest is the recorded one."""
+    """Return the recorded digest and the current size, times and inode of each file."""
     return {name: [record["sha256"], *_status(folder / name)] for name, record in records.items()}
 
 
@@ -109,12 +110,12 @@ def _status(path: Path) -> Iterable[int]:
 def _read_stamps(folder: Path) -> dict[str, Any]:
     try:
         stamps = read_verified_json(folder / STAMPS).get("files")
-    except CorruptFileError:  # then all files are hashed
+    except CorruptFileError:  # all files are hashed again
         return {}
     return stamps if isinstance(stamps, dict) else {}
 
 
 def _write_stamps(folder: Path, stamps: dict[str, list[Any]]) -> None:
-    with suppress(OSError):  # a cache that is read-only; files are hashed again next time
-        remove_partial_files(folder)  # those of processes that were killed right here
+    with suppress(OSError):  # in a read-only cache, files are hashed each time
+        remove_partial_files(folder)
         write_verified_json(folder / STAMPS, {"files": stamps})

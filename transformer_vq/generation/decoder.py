@@ -1,8 +1,8 @@
 """Decoding in place: the same function as `TransformerVQ.forward`, one token per row and call.
 
-What depends on weights alone is worked out once: codebooks, projected sinusoids, and one matrix for
-all projections of a layer. With quantized keys the state does not grow, so a token costs the same
-at any position; full attention gets room for the tokens to come and fills it.
+Everything that depends only on weights is computed once: codebooks, projected sinusoids, and one
+matrix for all input projections of a layer. With quantized keys the state does not grow, so every
+token costs the same; full attention preallocates memory for the new tokens.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.nn.attention import FullAttention, VQAttention
-from transformer_vq.nn.heads import Attention
 from transformer_vq.nn.layers import rms_norm
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.nn.projections import AttentionLayer
 from transformer_vq.nn.quantizer import nearest_code
 from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.cache import accumulation_dtype
 from transformer_vq.ops.decode import Ring, attend_one_
+from transformer_vq.ops.inputs import AttentionInputs
 from transformer_vq.ops.quadratic import quadratic_attention
 from transformer_vq.ops.state import AttentionState
 
 
 class Decoder:
-    """A model that goes on from a state, which it copies; in evaluation, without gradients.
+    """A model that continues from a copy of a state, without dropout and gradients.
 
-    room: how many tokens will come; needed for full attention only, whose state grows.
+    room: maximum number of new tokens; needed for full attention only, whose state grows.
     """
 
     def __init__(self, model: TransformerVQ, state: ModelState, room: int = 0) -> None:
@@ -42,7 +43,7 @@ class Decoder:
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
-        """tokens: [b] -> logits of the next token: [b, vocab_size]."""
+        """Decode one token per row. tokens: [b] -> logits of the next token: [b, vocab_size]."""
         x = self.model.embed(tokens.long())
         if self.model.positions is not None:
             x = x + self.model.positions(self._position)
@@ -53,15 +54,15 @@ class Decoder:
         return self.model.logits(x)
 
     def state(self) -> ModelState:
-        """Where each row stands, for `forward` or for another decoder."""
+        """Return a copy of the state, for `forward` or another decoder."""
         return ModelState(tuple(layer.state() for layer in self._layers.values()))
 
 
 class _Layer:
-    """One attention branch with everything that does not change worked out."""
+    """One attention branch with its constants precomputed."""
 
     @torch.no_grad()
-    def __init__(self, attention: Attention, state: AttentionState, room: int) -> None:
+    def __init__(self, attention: AttentionLayer, state: AttentionState, room: int) -> None:
         self.attention = attention
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         if attention.g_proj is not None:
@@ -75,23 +76,24 @@ class _Layer:
         self.u, self.v = attention.u.view(heads), attention.v.view(heads)
 
     def step(self, x: Tensor) -> Tensor:
-        """x: [b, d_model] -> the residual branch, same shape."""
+        """Return the residual branch. x: [b, d_model], same shape as the result."""
         a = self.attention
-        q, k, v, *gate = F.linear(a._normed(x), self.weight).split(self.widths, dim=-1)
+        q, k, v, *gate = F.linear(a.norm(x), self.weight).split(self.widths, dim=-1)
         q = rms_norm(q.unflatten(-1, (a.n_kv_head, a.n_group, a.d_k)))
         k = rms_norm(k.unflatten(-1, (a.n_kv_head, a.d_k))) * a.d_k**-0.25
         v = v.unflatten(-1, (a.n_kv_head, a.d_v))
         v = F.silu(v) if gate else v
         q_content, q_position = ((q + bias) * a.d_k**-0.25 for bias in (self.u, self.v))
         wv = self.attend(q_content, q_position, k, v).flatten(1)
-        return a.o_proj(wv * F.silu(gate[0]) if gate else wv)
+        output: Tensor = a.o_proj(wv * F.silu(gate[0]) if gate else wv)
+        return output
 
     def attend(self, q_content: Tensor, q_position: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q_*: [b, h, g, k], k: [b, h, k], v: [b, h, v] -> [b, h, g, v]; the state goes on."""
+        """Attend and advance the state. q_*: [b, h, g, k], k: [b, h, k], v: [b, h, v]."""
         raise NotImplementedError
 
     def state(self) -> AttentionState:
-        """A copy of where the rows stand."""
+        """Return a copy of the state."""
         raise NotImplementedError
 
 
@@ -108,7 +110,8 @@ class _VQLayer(_Layer):
         codebook = self.codebook.to(k.dtype)
         k_hat = F.embedding(z + self.first_code, codebook.flatten(0, 1))
         by_distance = q_position @ self.r.mT
-        return attend_one_(q_content, k_hat, z, v, codebook, by_distance, self.ring)
+        inputs = AttentionInputs(q_content, k_hat, z, v, codebook, by_distance)
+        return attend_one_(inputs, self.ring)
 
     def state(self) -> AttentionState:
         return self.ring.state()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer_vq.data.sources.imagenet64 import N_TOKENS, SIDE, to_images, to_tokens
-from transformer_vq.data.sources.images import decode
+from transformer_vq.data.sources.images import decode_image
+from transformer_vq.data.sources.pixels import N_TOKENS, SIDE, images_to_tokens, tokens_to_images
 from transformer_vq.errors import UserError, missing_extra
 from transformer_vq.files import atomic_write
 from transformer_vq.generation.decode import stream
@@ -35,7 +35,7 @@ def sample_images(
         if not 0 < keep < 1:
             raise UserError(f"keep={keep}: must be above 0 and below 1")
         n_kept = min(round(keep * SIDE), SIDE - 1) * SIDE * 3  # whole rows of pixels
-        rows = to_tokens(np.stack([_decode(path) for path in images]))
+        rows = images_to_tokens(np.stack([_decode(path) for path in images]))
         prompts = [[bos, *row[:n_kept].tolist()] for row in rows for _ in range(n)]
     n_new = N_TOKENS - len(prompts[0]) + 1
     context = prefill(model, prompts)
@@ -45,12 +45,12 @@ def sample_images(
             sampled.append(tokens)
             advance(1)
     finished = np.concatenate([np.array(prompts)[:, 1:], np.array(sampled).T], axis=1)
-    return to_images(finished.astype(np.uint8))
+    return tokens_to_images(finished.astype(np.uint8))
 
 
 def _decode(path: Path) -> np.ndarray:
     try:
-        return decode(path)
+        return decode_image(path)
     except UserError:
         raise
     except Exception as error:  # Pillow raises many kinds of errors for corrupt files

@@ -76,7 +76,7 @@ def run_segments(
     for start in range(0, seq_len, SEGMENT_LEN):
         stop = min(start + SEGMENT_LEN, seq_len)
         tokens, valid, document_ids = segment(start, stop)
-        output = model(tokens, state, valid, document_ids)
+        output: ModelOutput = model(tokens, state, valid, document_ids)
         state = output.state
         n_wanted = stop - max(start, seq_len - n_last)
         if n_wanted > 0:

@@ -1,7 +1,7 @@
-"""Transformer-VQ in the Hugging Face world: importing this makes the `Auto` classes know it.
+"""Adapters for Hugging Face transformers.
 
-After `import transformer_vq.hf`, AutoConfig, AutoModelForCausalLM, AutoTokenizer and pipelines work
-on a folder that `transformer_vq.hf.export` wrote.
+Importing this package registers the model with AutoConfig, AutoModelForCausalLM and AutoTokenizer.
+They and pipelines can then load a folder written by `transformer_vq.hf.export`.
 """
 
 from transformer_vq.errors import missing_extra

@@ -1,4 +1,4 @@
-"""`ModelState` where transformers expects its cache of keys and values."""
+"""Adapter that lets a `ModelState` serve as the `past_key_values` of transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from transformer_vq.nn.state import ModelState
 
 
 class StateLayer(CacheLayerMixin):
-    """The state of the whole model as one layer; rows can be picked, tokens not taken back."""
+    """The state of all model layers as a single cache layer.
+
+    Batch rows can be selected, reordered and repeated. Tokens cannot be removed.
+    """
 
     is_sliding = False
     supports_early_init = False
@@ -21,11 +24,11 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.state: ModelState | None = None
         self.n_columns = 0
-        """Tokens given so far, padding included: what transformers calls the length."""
+        """Tokens processed so far, including padding; the sequence length in transformers."""
         self.device: torch.device | None = None
 
     def advance(self, state: ModelState, n_columns: int) -> None:
-        """The state after `n_columns` more tokens."""
+        """Store the state after `n_columns` more tokens."""
         self.state = state
         self.n_columns += n_columns
         self.device = state.position.device
@@ -61,8 +64,8 @@ class StateLayer(CacheLayerMixin):
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove != 0:
             raise ValueError(
-                f"cannot take {abs(tokens_to_remove)} tokens back: they are merged into the state; "
-                "copy the cache before going on, or read the prompt again"
+                f"cannot remove {abs(tokens_to_remove)} tokens: they are merged into the state; "
+                "copy the cache before you extend it, or run the prompt again"
             )
 
     def offload(self) -> None:
@@ -74,26 +77,27 @@ class StateLayer(CacheLayerMixin):
             self.state = self.state.to(self.device, non_blocking=True)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """A state has no keys and values to begin with."""
+        """Do nothing: there are no key and value tensors to allocate."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise TypeError("this cache holds a ModelState; the model itself sets it")
+        raise TypeError("this cache stores a ModelState; only the model can update it")
 
 
 class TransformerVQCache(Cache):
-    """`past_key_values` of `TransformerVQForCausalLM`; its size does not grow with the text."""
+    """`past_key_values` of `TransformerVQForCausalLM`; its size does not depend on the length."""
 
     def __init__(self) -> None:
         super().__init__(layers=[StateLayer()])
 
     @property
     def state(self) -> ModelState | None:
-        return self.layers[0].state
+        layer: StateLayer = self.layers[0]
+        return layer.state
 
     def advance(self, state: ModelState, n_columns: int) -> None:
         self.layers[0].advance(state, n_columns)
 
     def detach(self) -> None:
-        """Cut the gradient: between the windows of truncated BPTT."""
+        """Detach the state from the graph, as between the windows of truncated BPTT."""
         if self.state is not None:
             self.layers[0].state = self.state.detach()

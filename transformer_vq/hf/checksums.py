@@ -1,4 +1,4 @@
-"""Checksums of an exported folder: damage is reported instead of loaded."""
+"""Checksums of an exported folder, so that corrupt files are reported instead of loaded."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ PATTERNS = ("*.safetensors", "*.json", "*.model")
 
 
 def write_checksums(folder: str | os.PathLike[str]) -> None:
-    """Record the files of a folder that decide what its model and tokenizer do."""
+    """Record the checksums of the model and tokenizer files in a folder."""
     root = Path(folder)
-    if not root.is_dir():  # uploaded without a local copy
+    if not root.is_dir():  # the model was uploaded without a local copy
         return
     found = {path.name for pattern in PATTERNS for path in root.glob(pattern)} - {NAME}
     write_verified_json(root / NAME, {"files": {n: file_digest(root / n) for n in sorted(found)}})
 
 
 def check_folder(folder: object, only: str | None = None) -> None:
-    """Raise UserError if a recorded file of the folder has changed; hub names are not checked.
+    """Raise UserError if a recorded file in the folder has changed.
 
-    only: the one file to check; hashing the weights of a large model takes a while.
+    folder: a local path; anything else, such as a Hub name, is not checked.
+    only: name of a single file to check, because hashing the weights of a large model is slow.
     """
     if not isinstance(folder, (str, os.PathLike)) or not (Path(folder) / NAME).is_file():
         return

@@ -1,4 +1,4 @@
-"""`ModelConfig` as transformers keeps it, in config.json; nothing is lost either way."""
+"""`ModelConfig` as a transformers config; the conversion is lossless in both directions."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _DEFAULTS = asdict(ModelConfig(vocab_size=256, d_model=768, n_layer=24))
 
 
 class TransformerVQConfig(PreTrainedConfig):
-    """The fields of `ModelConfig` under their own names, checked by it, and what generation needs.
+    """The fields of `ModelConfig` under the same names, plus the settings for generation.
 
-    bos_token_id: what stands before a document. There is no end token: no model has learned one.
+    Values are validated by `ModelConfig`. bos_token_id: the token before each document. There is
+    no end-of-text token, because the models are not trained with one.
     """
 
     model_type = "transformer_vq"
@@ -43,15 +44,17 @@ class TransformerVQConfig(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> TransformerVQConfig:
-        """As for every transformers config, but damaged files are rejected."""
+        """Load a config as in transformers, but reject corrupt files."""
         check_folder(args[0] if args else kwargs.get("pretrained_model_name_or_path"), CONFIG_NAME)
-        return super().from_pretrained(*args, **kwargs)
+        config: TransformerVQConfig = super().from_pretrained(*args, **kwargs)
+        return config
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> TransformerVQConfig:
-        """As for every transformers config; `AutoConfig` calls this with the name of the folder."""
+        """Build a config from a dict; check the folder that `AutoConfig` passes as name_or_path."""
         check_folder(kwargs.get("name_or_path"), CONFIG_NAME)
-        return super().from_dict(config_dict, **kwargs)
+        config: TransformerVQConfig = super().from_dict(config_dict, **kwargs)
+        return config
 
     @classmethod
     def from_model_config(cls, config: ModelConfig, **kwargs: Any) -> TransformerVQConfig:

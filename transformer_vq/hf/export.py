@@ -1,4 +1,4 @@
-"""From a run to a folder that transformers reads."""
+"""Export of a run as a folder for Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from transformer_vq.training.checkpoint import (
 
 
 def export(run: Path, folder: Path, checkpoint: str = "best") -> str:
-    """Write config, weights, codebooks and tokenizer into a new folder; whole or not at all.
+    """Write config, weights, codebooks and tokenizer to a new folder, atomically.
 
-    checkpoint: `best`, `last` or the number of a step. Returns which one it was. Images have no
-    tokenizer: their tokens are no text.
+    checkpoint: `best`, `last` or a step number. Returns the name of the exported checkpoint. Runs
+    on images have no tokenizer, because their tokens are not text.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is not empty; choose another folder")
@@ -31,8 +31,8 @@ def export(run: Path, folder: Path, checkpoint: str = "best") -> str:
     tokenizer = read_tokenizer(run)
     if tokenizer.vocab_size != model.config.vocab_size:
         raise CheckpointError(
-            f"the model of {run} has {model.config.vocab_size} tokens, its tokenizer "
-            f"{tokenizer.vocab_size}; is {MODEL_FILE} missing?"
+            f"{run}: the model has {model.config.vocab_size} tokens, the tokenizer "
+            f"{tokenizer.vocab_size}; check that {MODEL_FILE} is not missing"
         )
     try:
         with atomic_folder(folder) as partial:
@@ -42,7 +42,7 @@ def export(run: Path, folder: Path, checkpoint: str = "best") -> str:
                 vocabulary = run / MODEL_FILE
                 vocab_file = str(vocabulary) if vocabulary.is_file() else None
                 TransformerVQTokenizer(vocab_file).save_pretrained(partial)
-            for path in partial.iterdir():  # safetensors makes files that only their owner can read
+            for path in partial.iterdir():  # safetensors creates files with mode 600
                 path.chmod(0o666 & ~_umask(partial))
     except SafetensorError as error:
         raise OSError(f"cannot write {folder}: {error}") from error
@@ -50,5 +50,5 @@ def export(run: Path, folder: Path, checkpoint: str = "best") -> str:
 
 
 def _umask(folder: Path) -> int:
-    """The bits that the umask takes from new files and folders, read off a new folder."""
+    """Return the umask, derived from the mode of a newly created folder."""
     return 0o777 & ~folder.stat().st_mode

@@ -1,12 +1,13 @@
-"""`TransformerVQ` with the surface of a transformers model: `generate`, `Trainer`, pipelines.
+"""`TransformerVQ` as a transformers model, for `generate`, `Trainer` and pipelines.
 
-Nothing is computed here that the core does not compute: masks become `valid`, the cache holds the
-`ModelState`, labels give the training loss.
+This module only adapts interfaces: attention masks become `valid`, the cache stores the
+`ModelState`, and labels give the training loss. All mathematics is in the core model.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -26,27 +27,27 @@ from transformer_vq.nn.quantizer import CodeUsage, add_usages, token_priority
 from transformer_vq.nn.state import ModelState
 from transformer_vq.parallel.data_parallel import default_group
 
-_REFUSED = {
-    "inputs_embeds": "the model reads tokens: give input_ids",
-    "position_ids": "positions follow from attention_mask; packed documents need document_ids",
-    "output_attentions": "attention weights are never formed",
-    "output_hidden_states": "hidden states are not kept",
+_UNSUPPORTED = {
+    "inputs_embeds": "pass token ids as input_ids instead",
+    "position_ids": "positions follow from attention_mask; use document_ids for packed documents",
+    "output_attentions": "the attention matrix is never computed",
+    "output_hidden_states": "hidden states are not stored",
 }
 
 
 @dataclass
 class TransformerVQOutput(CausalLMOutputWithPast):
-    """commit_loss: of the keys, as the core gives it; None if a prompt was read in pieces."""
+    """Adds commit_loss: the core model's, or None if a long prompt was run in segments."""
 
     commit_loss: Tensor | None = None
 
 
 class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
-    """A language model for transformers, around a `TransformerVQ` in `self.model`.
+    """A causal language model for transformers that wraps the `TransformerVQ` in `self.model`.
 
-    Codebooks are no parameters: in training, forward passes add up what they say about them in
-    `code_usage`, and `update_codebooks` applies it, once per optimizer step. `CodebookCallback`
-    does that for a `Trainer`.
+    Codebooks are buffers, not parameters. In training, each forward pass adds its statistics to
+    `code_usage`; call `update_codebooks` once per optimizer step to apply them. With a `Trainer`,
+    `CodebookCallback` does that.
     """
 
     config_class = TransformerVQConfig
@@ -61,18 +62,19 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = TransformerVQ(config.to_model_config())
         self.gradient_checkpointing = False
-        self._n_parts = 0
+        self._n_micro_batches = 0
         self.code_usage: tuple[CodeUsage, ...] | None = None
-        """Of all training passes since the last `update_codebooks`; None if there were none."""
+        """Sum over the training passes since the last `update_codebooks`, or None."""
         self.post_init()
 
     @classmethod
     def from_core(cls, model: TransformerVQ, **kwargs: Any) -> TransformerVQForCausalLM:
-        """Around an existing model, which is not copied; `kwargs` go to the config."""
+        """Wrap an existing model without copying it; `kwargs` are passed to the config."""
         with torch.device("meta"):
             wrapped = cls(TransformerVQConfig.from_model_config(model.config, **kwargs))
         wrapped.model = model
-        return wrapped.train(model.training)
+        wrapped.train(model.training)
+        return wrapped
 
     def forward(
         self,
@@ -86,18 +88,20 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> TransformerVQOutput | tuple[Any, ...]:
-        """input_ids: [b, t], only those that `past_key_values` has not seen.
+        """Return loss, logits, cache and commitment loss.
 
-        attention_mask: [b, t] or longer, its last t columns count; 0 for padding. labels: [b, t],
-        shifted here, -100 for no target; the loss is cross-entropy plus commitment. document_ids:
-        [b, t], several documents in a row, each as if it stood alone. logits_to_keep: how many of
-        the last positions get logits, or which; 0 for all.
+        input_ids: [b, t], only the tokens that are not yet in `past_key_values`.
+        attention_mask: [b, t] or longer, 0 for padding; only the last t columns are used.
+        labels: [b, t], shifted internally, -100 for positions without a target. The loss is
+            cross-entropy plus the weighted commitment loss.
+        document_ids: [b, t], ids of packed documents; tokens attend within their document only.
+        logits_to_keep: number of last positions to return logits for (0: all), or their indices.
         """
-        for name, why in _REFUSED.items():
+        for name, why in _UNSUPPORTED.items():
             if kwargs.get(name) is not None and kwargs[name] is not False:
                 raise ValueError(f"{name} is not supported: {why}")
         if input_ids is None:
-            raise ValueError("input_ids are missing")
+            raise ValueError("input_ids is required")
         cache = self._cache(past_key_values, use_cache)
         state = None if cache is None else cache.state
         valid = _valid(attention_mask, input_ids)
@@ -109,7 +113,7 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
             priority = self._key_priority(input_ids, valid)
             output = self.model(input_ids, state, valid, document_ids, priority)
         if self.training and torch.is_grad_enabled():
-            self._note(output.code_usage)
+            self._add_usage(output.code_usage)
         if cache is not None:
             cache.advance(output.state, input_ids.shape[1])
         kept = slice(-n_last, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -127,8 +131,8 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> TransformerVQCache | None:
         if given is not None and not isinstance(given, TransformerVQCache):
             raise TypeError(
-                f"past_key_values is a {type(given).__name__}; this model needs a "
-                "TransformerVQCache, as it returns, or None"
+                f"past_key_values is a {type(given).__name__}; pass the TransformerVQCache that "
+                "this model returned, or None"
             )
         wanted = self.config.use_cache and not self.training if use_cache is None else use_cache
         return TransformerVQCache() if given is None and wanted else given
@@ -141,7 +145,7 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
         document_ids: Tensor | None,
         n_last: int,
     ) -> ModelOutput:
-        """Run a long prompt in segments: the logits of all its tokens could fill the memory."""
+        """Run a long prompt in segments, because the logits of all tokens may not fit in memory."""
 
         def segment(start: int, stop: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
             parts = [None if x is None else x[:, start:stop] for x in (valid, document_ids)]
@@ -154,57 +158,64 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
         loss = self.loss_function(output.logits, labels, self.config.vocab_size, **kwargs)
         commit_loss = output.commit_loss
         if kwargs.get("num_items_in_batch") is not None:
-            # With gradient accumulation this batch is only its share of an update.
+            # With gradient accumulation, this batch is only a fraction of the optimizer step.
             targets = kwargs.get("shift_labels")
             targets = labels[:, 1:] if targets is None else targets
             n_targets = (targets != -100).sum()
             commit_loss = commit_loss * n_targets / kwargs["num_items_in_batch"]
-        return loss + self.config.commit_coef * commit_loss
+        total: Tensor = loss + self.config.commit_coef * commit_loss
+        return total
 
     def _key_priority(self, tokens: Tensor, valid: Tensor | None) -> Tensor | None:
-        """Which keys may become codes: the same for a batch in one process, in parts, or in many.
+        """Return the priority of keys as candidates for new codes, or None if it is not needed.
 
-        Rows are numbered as a `Trainer` deals them out: part after part, rank after rank.
+        The result is the same for any number of micro-batches and ranks. Rows are numbered in the
+        order in which a `Trainer` distributes them: by micro-batch, then by rank.
         """
         if not (self.training and self.model.uses_candidates):
             return None
         group = default_group()
         rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         n_rows, seq_len = tokens.shape
-        first_row = (self._n_parts * size + rank) * n_rows
+        first_row = (self._n_micro_batches * size + rank) * n_rows
         return token_priority(n_rows, seq_len, valid, tokens.device, first_row)
 
-    def _note(self, usages: tuple[CodeUsage, ...]) -> None:
-        self._n_parts += 1
+    def _add_usage(self, usages: tuple[CodeUsage, ...]) -> None:
+        self._n_micro_batches += 1
         self.code_usage = add_usages(self.code_usage, usages)
 
-    def update_codebooks(self) -> None:
-        """Move the codebooks by what the training passes since the last call say about them."""
-        if self.code_usage is not None:
-            self.model.update_codebooks(self.code_usage)
+    def update_codebooks(self, code_usage: Sequence[CodeUsage] | None = None) -> None:
+        """Move the codebooks towards the keys of `code_usage`; call once per optimizer step.
+
+        By default, the code usage of all training passes since the last call.
+        """
+        code_usage = self.code_usage if code_usage is None else code_usage
+        if code_usage is not None:
+            self.model.update_codebooks(code_usage)
         self.drop_code_usage()
 
     def drop_code_usage(self) -> None:
-        """Forget the training passes since the last `update_codebooks`."""
-        self.code_usage, self._n_parts = None, 0
+        """Discard the code usage since the last `update_codebooks`."""
+        self.code_usage, self._n_micro_batches = None, 0
 
     @classmethod
     def from_pretrained(
         cls, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> TransformerVQForCausalLM | tuple[TransformerVQForCausalLM, dict[str, Any]]:
-        """As for every transformers model, but incomplete or damaged folders are rejected."""
+        """Load a model as in transformers, but reject incomplete or corrupt folders."""
         check_folder(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         if info["missing_keys"]:
-            raise UserError(f"the folder has no {', '.join(sorted(info['missing_keys']))}")
+            names = ", ".join(sorted(info["missing_keys"]))
+            raise UserError(f"the folder has no {names}; export the model again")
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As for every transformers model; warns if the codebooks have been left behind."""
+        """Save the model as in transformers; warn if code usage has not been applied."""
         if self.code_usage is not None:
             warnings.warn(
-                "training passes were not applied to the codebooks: add CodebookCallback() to the "
-                "Trainer, or call update_codebooks() after every optimizer step",
+                "the codebooks were not updated after training; add CodebookCallback() to the "
+                "Trainer, or call update_codebooks() after each optimizer step",
                 stacklevel=2,
             )
         super().save_pretrained(*args, **kwargs)
@@ -223,7 +234,7 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.embed
 
     def _init_weights(self, module: nn.Module) -> None:
-        """The core has drawn its own weights."""
+        """Do nothing: the core model initializes its own weights."""
 
     def _set_gradient_checkpointing(self, enable: bool = True, **kwargs: Any) -> None:
         self.gradient_checkpointing = enable
@@ -243,20 +254,20 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_attention_mask_for_generation(
         self, inputs_tensor: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Without a mask nothing is padding: the padding token is the bos token too."""
+        """Return a mask of ones: bos doubles as the padding token, so ids do not mark padding."""
         return torch.ones(inputs_tensor.shape[:2], dtype=torch.long, device=inputs_tensor.device)
 
 
 def _valid(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """Which of the tokens are no padding, [b, t]; None if all of them."""
+    """Return the mask of tokens that are not padding, [b, t], or None if there is no padding."""
     if attention_mask is None:
         return None
     n_rows, n_columns = tokens.shape
     fits = attention_mask.ndim == 2 and attention_mask.shape[0] == n_rows
     if not fits or attention_mask.shape[1] < n_columns:
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, want [{n_rows}, {n_columns}] "
-            "or more columns, for tokens before these"
+            f"attention_mask has shape {tuple(attention_mask.shape)}, expected at least "
+            f"[{n_rows}, {n_columns}]; extra columns are for earlier tokens"
         )
     valid = attention_mask[:, -n_columns:].bool()
     return None if not torch.compiler.is_compiling() and valid.all() else valid

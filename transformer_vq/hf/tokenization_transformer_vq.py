@@ -1,4 +1,4 @@
-"""The tokenizers of `data/tokenizer.py` with the surface of transformers: the same ids."""
+"""The tokenizers of `data/tokenizers.py` with the transformers interface; ids are the same."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformer_vq.hf.checksums import check_folder, write_checksums
 
 
 class TransformerVQTokenizer(PreTrainedTokenizer):
-    """Bytes, or the pieces of a SentencePiece model if there is a `vocab_file`.
+    """A byte tokenizer, or a SentencePiece tokenizer if `vocab_file` is given.
 
-    Texts get a bos in front, as documents had in training; `add_special_tokens=False` leaves it
-    out. Names of special tokens within a text are text. Padding goes to the left and has the id of
-    bos, so it is told by the attention mask alone. errors: what `decode` does with bytes that are
-    no UTF-8, as for `bytes.decode`; a character may be cut off at either end.
+    A bos token is put before each text, as in training; `add_special_tokens=False` omits it. Names
+    of special tokens inside a text are treated as text. Padding is on the left and uses the bos id,
+    so only the attention mask distinguishes it. errors: how `decode` handles invalid UTF-8, as in
+    `bytes.decode`; the first and last character may be incomplete.
     """
 
     vocab_files_names: ClassVar = {"vocab_file": MODEL_FILE}
@@ -32,7 +32,7 @@ class TransformerVQTokenizer(PreTrainedTokenizer):
         **kwargs: Any,
     ) -> None:
         if kind == "sentencepiece" and vocab_file is None:
-            raise ValueError(f"{MODEL_FILE} is missing: this tokenizer has a vocabulary of its own")
+            raise ValueError(f"{MODEL_FILE} is missing; copy it from the exported folder")
         self._core: ByteTokenizer | SentencePieceTokenizer = (
             ByteTokenizer() if vocab_file is None else SentencePieceTokenizer(Path(vocab_file))
         )
@@ -55,22 +55,23 @@ class TransformerVQTokenizer(PreTrainedTokenizer):
         return self._core.vocab_size
 
     def get_vocab(self) -> dict[str, int]:
-        return self._ids | self.added_tokens_encoder
+        return {**self._ids, **self.added_tokens_encoder}
 
     def convert_tokens_to_string(self, tokens: list[str]) -> str:
-        """The text of the tokens together: several of them can share a character."""
+        """Decode the tokens jointly, because a character can span several tokens."""
         data = b"".join(self._texts.get(token, token.encode()) for token in tokens)
         return data.decode("utf-8", self.errors)
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> TransformerVQTokenizer:
-        """As for every transformers tokenizer, but damaged folders are rejected."""
+        """Load a tokenizer as in transformers, but reject corrupt folders."""
         check_folder(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
-        return super().from_pretrained(*args, **kwargs)
+        tokenizer: TransformerVQTokenizer = super().from_pretrained(*args, **kwargs)
+        return tokenizer
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
-        """As for every transformers tokenizer; the checksums of the folder are updated."""
-        saved = super().save_pretrained(*args, **kwargs)
+        """Save the tokenizer as in transformers and update the checksums of the folder."""
+        saved: tuple[str, ...] = super().save_pretrained(*args, **kwargs)
         write_checksums(args[0] if args else kwargs["save_directory"])
         return saved
 

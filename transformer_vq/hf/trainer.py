@@ -1,4 +1,4 @@
-"""What a transformers `Trainer` needs so that codebooks learn."""
+"""Callback that updates the codebooks when training with a transformers `Trainer`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from transformer_vq.parallel.data_parallel import default_group, total_usage
 
 
 class CodebookCallback(TrainerCallback):
-    """Moves codebooks once per optimizer step: `Trainer(..., callbacks=[CodebookCallback()])`.
+    """Updates codebooks once per optimizer step: `Trainer(..., callbacks=[CodebookCallback()])`.
 
-    What all micro-batches of the step said is added up, over all processes too, whatever the
-    accumulation or gradient checkpointing. If the optimizer skipped the step, so do codebooks.
+    The code usage of all micro-batches is summed over the step and over all processes. Gradient
+    accumulation and gradient checkpointing do not change the result. If the optimizer skips a
+    step, the codebooks skip it too.
     """
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
 """Attention layers (Definition 3.1): quantized keys in linear time, plain keys in quadratic time.
 
-Scores are (q + u) . k for all keys plus, within the reach of the positional bias, (q + v) . r of
+Scores are (q + u) . k for all keys plus, within the range of the positional bias, (q + v) . r of
 the distance, as in Transformer-XL.
 """
 
@@ -18,31 +18,31 @@ from torch import Tensor
 
 from transformer_vq.config import AttentionConfig, Reduction
 from transformer_vq.errors import UserError
-from transformer_vq.nn.heads import Attention, AttentionOutput
 from transformer_vq.nn.layers import draw_keep
+from transformer_vq.nn.projections import AttentionLayer, AttentionOutput, LayerInputs
 from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer, token_priority
 from transformer_vq.ops.blockwise import vq_attention
+from transformer_vq.ops.inputs import AttentionInputs, segment_lens
 from transformer_vq.ops.position import causal_bias
 from transformer_vq.ops.quadratic import quadratic_attention
 from transformer_vq.ops.ragged import Packing, newest, next_position, visible_keys
 from transformer_vq.ops.state import AttentionState
 
 AUTO_SCORES = 2**25
-"""With reduction="auto" a long input is worked on in segments of about this many scores. What a
-segment needs then stays in caches and in memory that is handed out again, and time per token does
-not depend on the length of the sequence."""
+"""With reduction="auto", a long input is processed in segments of about this many scores. Their
+activations then stay in caches and reused memory: time per token does not grow with the length."""
 
 
-class VQAttention(Attention):
-    """Dense causal softmax attention over quantized keys, in linear time: for models of your own.
+class VQAttention(AttentionLayer):
+    """Dense causal softmax attention over quantized keys in linear time, for use in other models.
 
     Returns the residual branch of Definition 3.1, so a layer is `x = x + attention(x).y`. Pass the
-    returned state with the next segment of the same sequences, and once per optimizer step give the
-    `code_usage` to `update_codebook`.
+    returned state with the next segment of the same sequences. Once per optimizer step, pass the
+    returned `code_usage` to `update_codebook`.
 
     options: fields of `AttentionConfig`, such as head_type, n_head, n_kv_head, d_k, d_v, n_code,
-    block_len and norm_input. reduction and checkpoint_activations change how the result is
-    computed, not the result.
+    block_len and norm_input. reduction and checkpoint_activations select how the result is
+    computed; they do not change it.
     """
 
     def __init__(
@@ -55,18 +55,11 @@ class VQAttention(Attention):
     ) -> None:
         config = AttentionConfig(d_model, **options)
         if config.attention != "vq":
-            raise UserError("VQAttention has attention='vq'; use FullAttention for the other")
+            raise UserError("VQAttention needs attention='vq'; use FullAttention instead")
         if reduction not in get_args(Reduction):
             raise UserError(f"reduction={reduction!r}: choose one of {get_args(Reduction)}")
         super().__init__(config, checkpoint_activations)
-        self.exchange: Callable[..., AttentionState] | None = None
-        """For training on a shard of a sequence: gives the state before it, which other
-        processes know, from (k_hat, z, v, state, layout)."""
-        self.n_code = config.n_code
-        self.block_len = config.block_len
         self.reduction = reduction
-        self.compressive_cache = config.compressive_cache
-        self.grad_through_cache = config.grad_through_cache
         self.quantizer = VectorQuantizer(
             config.n_code,
             self.d_k,
@@ -75,118 +68,129 @@ class VQAttention(Attention):
             codebook_init=config.codebook_init,
             revive_below=config.revive_below,
         )
+        self.exchange: Callable[[AttentionInputs, AttentionState], AttentionState] | None = None
+        """Context parallelism: in training, returns the state before this rank's shard."""
 
     def init_state(self, batch_size: int) -> AttentionState:
-        weight = self.o_proj.weight
-        return AttentionState.empty(
+        config = self.config
+        return self._empty_state(
             batch_size,
-            self.n_kv_head,
-            self.block_len,
-            self.d_k,
-            self.d_v,
-            self.n_code,
-            compressive_cache=self.compressive_cache,
-            dtype=weight.dtype,
-            device=weight.device,
+            config.block_len,
+            n_code=config.n_code,
+            compressive_cache=config.compressive_cache,
         )
 
-    def _state_shapes(self, window_len: int) -> dict[str, tuple[int, ...] | None]:
-        return super()._state_shapes(self.block_len) | {
-            "codes": (self.n_kv_head, self.block_len),
-            "cache": (self.n_kv_head, self.n_code, self.d_v) if self.compressive_cache else None,
-        }
+    def update_codebook(self, code_usage: CodeUsage) -> None:
+        """Move the codebook towards the keys of `code_usage`; call once per optimizer step."""
+        self.quantizer.update_codebook(code_usage)
 
-    def update_codebook(self, usage: CodeUsage) -> None:
-        self.quantizer.update(usage)
+    def max_distance(self, state: AttentionState, seq_len: int) -> int:
+        return self.config.block_len
 
-    def _reach(self, state: AttentionState, seq_len: int) -> int:
-        return self.block_len
-
-    def _attend(
-        self,
-        x: Tensor,
-        state: AttentionState,
-        sinusoids: Tensor,
-        layout: Packing | None,
-        key_priority: Tensor | None,
-    ) -> AttentionOutput:
-        state = self._with_mask(state)
-        outputs: list[AttentionOutput] = []
-        layouts: list[Packing | None] = []
-        start = 0
-        if key_priority is None and self.training and self.quantizer.uses_candidates:
-            valid = None if layout is None else layout.valid
-            key_priority = token_priority(x.shape[0], x.shape[1], valid, x.device)
-        segment_len = self._segment_len(*x.shape[:2])
-        for segment in (x,) if segment_len >= x.shape[1] else x.split(segment_len, dim=1):
-            stop = start + segment.shape[1]
-            part = None if layout is None else layout.part(start, stop)
-            priority = None if key_priority is None else key_priority[:, start:stop]
-            output = self._run(self._segment, segment, state, sinusoids, part, priority)
-            outputs.append(output)
-            layouts.append(part)
-            state, start = output.state, stop
-        output = outputs[0] if len(outputs) == 1 else _join(outputs, layouts)
-        if layout is None:
-            return output
-        return replace(output, state=replace(output.state, document=layout.document))
-
-    def _segment_len(self, batch_size: int, seq_len: int) -> int:
-        """How many tokens all operations of the layer work on at a time."""
-        if self._shares_sequences():
+    def segment_len(self, batch_size: int, seq_len: int) -> int:
+        """Return the maximum number of tokens that the layer processes at a time."""
+        if self._is_sharded() or self.reduction not in ("auto", "input_scan"):
             return seq_len
+        block_len = self.config.block_len
         if self.reduction == "input_scan":
-            return self.block_len
-        if self.reduction != "auto":
-            return seq_len
-        n_scores = batch_size * self.n_kv_head * self.n_group * (self.n_code + 2 * self.block_len)
-        return max(1, AUTO_SCORES // (n_scores * self.block_len)) * self.block_len
+            return block_len
+        n_scores = batch_size * self.heads.n_head * (self.config.n_code + 2 * block_len)
+        return max(1, AUTO_SCORES // (n_scores * block_len)) * block_len
 
-    def _segment(
+    def forward(
         self,
         x: Tensor,
-        state: AttentionState,
-        sinusoids: Tensor,
-        layout: Packing | None,
-        key_priority: Tensor | None,
+        state: AttentionState | None = None,
+        valid: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        packing: Packing | None = None,
+        sinusoids: Tensor | None = None,
+        key_priority: Tensor | None = None,
     ) -> AttentionOutput:
-        x_tilde = self._normed(x)
+        """Attend within the next segment of each sequence, and to all earlier ones.
+
+        x: [b, t, d_model] with any t >= 1, state: as returned for the previous segment.
+        valid: [b, t], False for padding, which may be anywhere; it is ignored, and its output is
+        zero. document_ids: [b, t]; tokens attend within their document only.
+        key_priority: [b, t] of int64, which keys may become codes; see `VectorQuantizer.forward`.
+        packing, sinusoids: computed once by a model for all its layers; x and key_priority are then
+        in the order of `Packing.gather`.
+        """
+        inputs, state = self._start(x, state, valid, document_ids, packing, sinusoids, key_priority)
+        state = self._with_sinusoid_mask(state)
+        inputs = self._with_key_priority(inputs)
+        attend = self._checkpointed(self._segment)
+        outputs: list[AttentionOutput] = []
+        n_rows, seq_len = x.shape[:2]
+        lens = segment_lens(seq_len, self.config.block_len, self.segment_len(n_rows, seq_len))
+        segments = inputs.split(lens)
+        for segment in segments:
+            outputs.append(attend(segment, state))
+            state = outputs[-1].state
+        return inputs.finish(_join(outputs, segments))
+
+    def _segment(self, inputs: LayerInputs, state: AttentionState) -> AttentionOutput:
+        """Project, quantize and attend for one segment."""
+        x_tilde, packing = self.norm(inputs.x), inputs.packing
         q_content, q_position = self._queries(x_tilde)
         k, v = self._keys_and_values(x_tilde)
-        quantized = self.quantizer(k, None if layout is None else layout.valid, key_priority)
-        if self.exchange is not None and self._shares_sequences():
-            state = self.exchange(quantized.k_hat, quantized.z, v, state, layout)
+        valid = None if packing is None else packing.valid
+        quantized = self.quantizer(k, valid, inputs.key_priority)
+        k_hat, z, codebook = quantized.k_hat, quantized.z, self.quantizer.codebook
+        by_distance = self._by_distance(q_position, inputs.sinusoids, state.sinusoid_mask)
+        if self.exchange is not None and self._is_sharded():
+            shard = AttentionInputs(q_content, k_hat, z, v, codebook, by_distance, packing)
+            state = self.exchange(shard, state)
         wv, state = vq_attention(
             q_content,
-            quantized.k_hat,
-            quantized.z,
+            k_hat,
+            z,
             v,
-            self.quantizer.codebook,
-            self._by_distance(q_position, sinusoids, state.sinusoid_mask),
+            codebook,
+            by_distance,
             state,
-            layout=layout,
+            packing=packing,
             reduction=self.reduction,
-            grad_through_cache=self.grad_through_cache,
+            grad_through_cache=self.config.grad_through_cache,
         )
         y = self._residual(wv, x_tilde)
         return AttentionOutput(y, state, quantized.commit_loss, quantized.usage)
 
-    def _shares_sequences(self) -> bool:
+    def _is_sharded(self) -> bool:
+        """Return whether this rank has a shard of each sequence (context parallelism)."""
         return self.training and self.exchange is not None
 
-    def _with_mask(self, state: AttentionState) -> AttentionState:
-        """In training a fresh mask if all rows are at their start, else the one carried along."""
+    def _with_sinusoid_mask(self, state: AttentionState) -> AttentionState:
+        """In training, draw a new dropout mask if all rows are at their start, else keep it."""
         if not self.training or self.config.p_dropsin == 0.0:
             return state if state.sinusoid_mask is None else replace(state, sinusoid_mask=None)
-        shape = (self.block_len + 1, self.config.d_model)
+        shape = (self.config.block_len + 1, self.config.d_model)
         mask = draw_keep(shape, self.config.p_dropsin, state.k.device)
         if state.sinusoid_mask is not None:
             mask = torch.where((state.position == 0).all(), mask, state.sinusoid_mask)
         return replace(state, sinusoid_mask=mask)
 
+    def _with_key_priority(self, inputs: LayerInputs) -> LayerInputs:
+        """Fill in default priorities, where training may replace codes with keys."""
+        uses_candidates = self.training and self.quantizer.uses_candidates
+        if inputs.key_priority is not None or not uses_candidates:
+            return inputs
+        valid = None if inputs.packing is None else inputs.packing.valid
+        b, t, _ = inputs.x.shape
+        priority = token_priority(b, t, valid, inputs.x.device)
+        return replace(inputs, key_priority=priority)
 
-class FullAttention(Attention):
-    """The quadratic baseline: the same layer, keys as they are, positional bias at any distance."""
+    def _state_shapes(self, window_len: int) -> dict[str, tuple[int, ...] | None]:
+        config, h = self.config, self.n_kv_head
+        return super()._state_shapes(config.block_len) | {
+            "codes": (h, config.block_len),
+            "cache": (h, config.n_code, self.d_v) if config.compressive_cache else None,
+        }
+
+
+class FullAttention(AttentionLayer):
+    """The quadratic baseline: the same layer with plain keys and no limit on the distance."""
 
     def __init__(
         self, d_model: int, *, checkpoint_activations: bool = False, **options: Any
@@ -195,47 +199,40 @@ class FullAttention(Attention):
         super().__init__(config, checkpoint_activations)
 
     def init_state(self, batch_size: int) -> AttentionState:
-        weight = self.o_proj.weight
-        return AttentionState.empty(
-            batch_size,
-            self.n_kv_head,
-            0,
-            self.d_k,
-            self.d_v,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
+        return self._empty_state(batch_size, window_len=0)
 
-    def _reach(self, state: AttentionState, seq_len: int) -> int:
+    def max_distance(self, state: AttentionState, seq_len: int) -> int:
         return state.k.shape[-2] + seq_len - 1
 
-    def _attend(
+    def forward(
         self,
         x: Tensor,
-        state: AttentionState,
-        sinusoids: Tensor,
-        layout: Packing | None,
-        key_priority: Tensor | None,
+        state: AttentionState | None = None,
+        valid: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        packing: Packing | None = None,
+        sinusoids: Tensor | None = None,
+        key_priority: Tensor | None = None,
     ) -> AttentionOutput:
-        """The state grows by as many keys and values as there are tokens."""
-        return self._run(self._forward, x, state, sinusoids, layout)
+        """Attend as `VQAttention.forward` does; the state grows by one key and value per token."""
+        inputs, state = self._start(x, state, valid, document_ids, packing, sinusoids, None)
+        return inputs.finish(self._checkpointed(self._segment)(inputs, state))
 
-    def _forward(
-        self, x: Tensor, state: AttentionState, sinusoids: Tensor, layout: Packing | None
-    ) -> AttentionOutput:
-        x_tilde = self._normed(x)
+    def _segment(self, inputs: LayerInputs, state: AttentionState) -> AttentionOutput:
+        x_tilde, packing = self.norm(inputs.x), inputs.packing
         q_content, q_position = self._queries(x_tilde)
         k, v = self._keys_and_values(x_tilde)
-        n_past, seq_len = state.k.shape[-2], x.shape[1]
+        n_past, seq_len = state.k.shape[-2], inputs.x.shape[1]
         k_all = torch.cat([state.k.to(k.dtype), k], dim=-2)
         v_all = torch.cat([state.v.to(v.dtype), v], dim=-2)
-        mask = self._mask(state, n_past + seq_len)
-        bias = causal_bias(self._by_distance(q_position, sinusoids, mask))
+        mask = self._sinusoid_mask(state, n_past + seq_len)
+        bias = causal_bias(self._by_distance(q_position, inputs.sinusoids, mask))
         length = None
-        if layout is not None:
-            length = layout.length
-            seen = visible_keys(layout, n_past, n_blocks=1).local
-            bias = bias.masked_fill(~seen[:, :, None].transpose(1, 2), -torch.inf)
+        if packing is not None:
+            length = packing.length
+            visible = visible_keys(packing, n_past, n_blocks=1).local
+            bias = bias.masked_fill(~visible[:, :, None].transpose(1, 2), -torch.inf)
         elif n_past > 0:  # rows that were reset have empty slots
             empty = ~state.window_valid
             bias = bias.masked_fill(F.pad(empty, (0, seq_len))[:, None, None, None], -torch.inf)
@@ -243,14 +240,14 @@ class FullAttention(Attention):
         after = AttentionState(
             k=k_all if length is None else newest(state.k, k, n_past + seq_len, length, dim=-2),
             v=v_all if length is None else newest(state.v, v, n_past + seq_len, length, dim=-2),
-            position=next_position(state.position, seq_len, layout),
-            document=state.document if layout is None else layout.document,
+            position=next_position(state.position, seq_len, packing),
+            document=state.document,
             sinusoid_mask=mask,
         )
-        return AttentionOutput(self._residual(wv, x_tilde), after, x.new_zeros(()), None)
+        return AttentionOutput(self._residual(wv, x_tilde), after, x_tilde.new_zeros(()), None)
 
-    def _mask(self, state: AttentionState, n_key: int) -> Tensor | None:
-        """As for VQ, but the table has a row for every distance so far and grows at the far end."""
+    def _sinusoid_mask(self, state: AttentionState, n_key: int) -> Tensor | None:
+        """Return the dropout mask, which has a row per distance and grows at the far end."""
         if not self.training or self.config.p_dropsin == 0.0:
             return None
         mask = draw_keep((n_key, self.config.d_model), self.config.p_dropsin, state.k.device)
@@ -262,14 +259,16 @@ class FullAttention(Attention):
         return mask
 
 
-def _join(outputs: list[AttentionOutput], layouts: list[Packing | None]) -> AttentionOutput:
-    """One output for consecutive segments; the commit loss stays a mean over tokens that count."""
+def _join(outputs: list[AttentionOutput], segments: list[LayerInputs]) -> AttentionOutput:
+    """Return one output for consecutive segments; the commit loss is a mean over valid tokens."""
+    if len(outputs) == 1:
+        return outputs[0]
     y = torch.cat([output.y for output in outputs], dim=1)
     n_tokens = [
-        torch.tensor(output.y.shape[:2].numel(), device=y.device)
-        if layout is None or layout.length is None
-        else layout.length.sum()
-        for output, layout in zip(outputs, layouts, strict=True)
+        torch.tensor(segment.x.shape[:2].numel(), device=y.device)
+        if segment.packing is None or segment.packing.length is None
+        else segment.packing.length.sum()
+        for segment in segments
     ]
     total = torch.stack(n_tokens).sum().clamp(min=1)
     losses = [output.commit_loss * n / total for output, n in zip(outputs, n_tokens, strict=True)]

@@ -1,9 +1,8 @@
-"""The small parts: RMSNorm, feed-forward, masks that last for a sequence, scaled sinusoids."""
+"""Building blocks: RMSNorm, gates, feed-forward, dropout masks and scaled sinusoids."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,21 +13,20 @@ from torch.utils.checkpoint import checkpoint
 from transformer_vq.ops.cache import accumulation_dtype
 from transformer_vq.ops.position import sinusoids
 
-T = TypeVar("T")
-
 NORM_EPS = 1e-6
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """RMSNorm without gain or bias over the last axis, in float32 or better."""
+    """Apply RMSNorm without gain or bias over the last axis, in float32 or better."""
     exact = x.to(accumulation_dtype(x.dtype))
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        return _RMSNorm.apply(exact).to(x.dtype)  # torch has one kernel for it on GPUs only
+        normed: Tensor = _RMSNorm.apply(exact)  # type: ignore[no-untyped-call]
+        return normed.to(x.dtype)  # torch has a fused kernel on GPUs only
     return F.rms_norm(exact, x.shape[-1:], eps=NORM_EPS).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x / rms(x) in few passes; its gradient needs the result, which the next layer keeps anyway.
+    """x / rms(x) in few passes; its gradient needs only the result, which the next layer keeps.
 
     With y = s x and s = 1 / rms(x), the gradient is s (dy - y mean(y dy)).
     """
@@ -37,7 +35,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(NORM_EPS).rsqrt_()
-        y = x * scale
+        y: Tensor = x * scale
         ctx.save_for_backward(y, scale)
         return y
 
@@ -50,13 +48,16 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """x * silu(gate)."""
-    # A compiled graph decides on its own what to keep.
-    return x * F.silu(gate) if torch.compiler.is_compiling() else _Gated.apply(x, gate)
+    """Return x * silu(gate)."""
+    # The compiler decides what to keep.
+    if torch.compiler.is_compiling():
+        return x * F.silu(gate)
+    y: Tensor = _Gated.apply(x, gate)  # type: ignore[no-untyped-call]
+    return y
 
 
 class _Gated(torch.autograd.Function):
-    """x * silu(gate) that keeps its two inputs and nothing else for its gradient."""
+    """x * silu(gate), keeping only its two inputs for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ class _Gated(torch.autograd.Function):
 
 
 def linear(d_in: int, d_out: int, bias: bool = False) -> nn.Linear:
-    """A projection with weights of variance 1 / d_in and, if any, a zero bias."""
+    """Return a projection with weights of variance 1 / d_in and, optionally, a zero bias."""
     layer = nn.Linear(d_in, d_out, bias=bias)
     nn.init.normal_(layer.weight, std=d_in**-0.5)
     if bias:
@@ -80,7 +81,7 @@ def linear(d_in: int, d_out: int, bias: bool = False) -> nn.Linear:
 
 
 class FeedForward(nn.Module):
-    """RMSNorm -> Linear -> ReLU^2 -> Linear, the other half of MQA and MHA layers."""
+    """RMSNorm -> Linear -> ReLU^2 -> Linear, after the attention of MQA, MHA and GQA layers."""
 
     def __init__(self, d_model: int, d_ff: int, checkpoint_activations: bool = False) -> None:
         super().__init__()
@@ -89,17 +90,21 @@ class FeedForward(nn.Module):
         self.out_proj = linear(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [b, t, d_model] -> the residual branch, same shape."""
-        return run(self._forward, x, checkpoint_activations=self.checkpoint_activations)
+        """Return the residual branch. x: [b, t, d_model], same shape as the result."""
+        if self.checkpoint_activations and torch.is_grad_enabled():
+            y: Tensor = checkpoint(self._forward, x, use_reentrant=False)
+            return y
+        return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
         x = self.in_proj(rms_norm(x))
-        x = F.relu(x).square() if torch.compiler.is_compiling() else _SquaredReLU.apply(x)
-        return self.out_proj(x)
+        x = F.relu(x).square() if torch.compiler.is_compiling() else _SquaredReLU.apply(x)  # type: ignore[no-untyped-call]
+        y: Tensor = self.out_proj(x)
+        return y
 
 
 class _SquaredReLU(torch.autograd.Function):
-    """relu(x)^2 that keeps x alone for its gradient: these are a model's widest activations."""
+    """relu(x)^2, keeping only x for the backward pass: these activations are the widest."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -109,7 +114,8 @@ class _SquaredReLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return x.relu().mul_(grad).mul_(2)
+        grad_x: Tensor = x.relu().mul_(grad).mul_(2)
+        return grad_x
 
 
 class ScaledSinusoids(nn.Module):
@@ -126,13 +132,6 @@ class ScaledSinusoids(nn.Module):
         return self.scale * sinusoids(positions, self.d_model, self.wavelength, self.scale.dtype)
 
 
-def run(fn: Callable[..., T], *args: Any, checkpoint_activations: bool) -> T:
-    """Return fn(*args), with activation checkpointing if asked for."""
-    if checkpoint_activations and torch.is_grad_enabled():
-        return checkpoint(fn, *args, use_reentrant=False)
-    return fn(*args)
-
-
 def draw_keep(shape: tuple[int, ...], p_drop: float, device: torch.device) -> Tensor:
-    """What dropout keeps: False with probability p_drop."""
+    """Return a dropout mask: False with probability p_drop."""
     return torch.rand(shape, device=device) >= p_drop

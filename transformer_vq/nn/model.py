@@ -1,4 +1,4 @@
-"""TransformerVQ: embeddings, residual branches, head; one forward for training and decoding."""
+"""TransformerVQ: embeddings, residual branches and output head; one forward for everything."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ModelOutput:
 
 
 class TransformerVQ(nn.Module):
-    """A decoder-only transformer whose attention is dense, softmax, and linear in the length.
+    """A decoder-only transformer with dense softmax attention in linear time.
 
     reduction, checkpoint_activations: how the function is computed; they do not change it.
     """
@@ -78,14 +78,14 @@ class TransformerVQ(nn.Module):
 
     @property
     def uses_candidates(self) -> bool:
-        """Whether training replaces codes by keys, at the start or later."""
+        """Whether training replaces codes with keys, at the start or later."""
         layers = [layer for layer in self._attentions() if isinstance(layer, VQAttention)]
         return any(layer.quantizer.uses_candidates for layer in layers)
 
     def set_execution(
         self, *, reduction: Reduction | None = None, checkpoint_activations: bool | None = None
     ) -> None:
-        """Change how the function is computed; None leaves a setting as it is."""
+        """Change how the function is computed; None keeps a setting."""
         for branch in self.branches:
             if checkpoint_activations is not None:
                 branch.checkpoint_activations = checkpoint_activations  # type: ignore[assignment]
@@ -93,7 +93,7 @@ class TransformerVQ(nn.Module):
                 branch.reduction = reduction
 
     def init_state(self, batch_size: int) -> ModelState:
-        """The state before the first token of `batch_size` sequences."""
+        """Return the state before the first token of `batch_size` sequences."""
         if batch_size < 1:
             raise ValueError(f"batch_size={batch_size}: must be at least 1")
         return ModelState(tuple(layer.init_state(batch_size) for layer in self._attentions()))
@@ -106,29 +106,30 @@ class TransformerVQ(nn.Module):
         document_ids: Tensor | None = None,
         key_priority: Tensor | None = None,
     ) -> ModelOutput:
-        """tokens: [b, t] of any length t from 1 up; `state` as returned for what came before.
+        """Return logits for the next segment of each sequence, and the state after it.
 
-        valid: [b, t], False for padding, on either side or in between; it enters no state, loss or
-        codebook and does not move positions. document_ids: [b, t], several documents in a row, each
-        as if it stood alone; the document in which the state ends goes on under the same id.
+        tokens: [b, t] with any t >= 1, state: as returned for the previous segment.
+        valid: [b, t], False for padding, which may be anywhere; it is ignored by the state, the
+        loss, the codebooks and the positions. document_ids: [b, t], several documents per row, each
+        processed independently; the current document of the state continues under the same id.
         key_priority: [b, t] of int64, for training: the keys of the tokens with the lowest numbers
-        may become codes (`codebook_init="keys"`, `revive_below`); by default pseudo-random numbers
-        that depend on row and place alone.
+        may become codes (`codebook_init="keys"`, `revive_below`); a hash of row and place by
+        default.
         """
         if valid is not None and valid.shape == tokens.shape and valid.dtype == torch.bool:
-            tokens = tokens.masked_fill(~valid, 0)  # whatever number padding has
+            tokens = tokens.masked_fill(~valid, 0)  # padding may have any number
         self._check(tokens, state)
         if state is None:
             state = self.init_state(tokens.shape[0])
-        layout = read_packing(state.layers[0], tokens.shape[1], valid, document_ids)
-        x = self.embed((tokens if layout is None else layout.gather(tokens)).long())
+        packing = read_packing(state.layers[0], tokens.shape[1], valid, document_ids)
+        x = self.embed((tokens if packing is None else packing.gather(tokens)).long())
         if self.positions is not None:
             steps = torch.arange(tokens.shape[1], device=tokens.device)
             plain = state.position.unsqueeze(-1) + steps
-            x = x + self.positions(plain if layout is None else layout.positions)
+            x = x + self.positions(plain if packing is None else packing.positions)
 
-        if key_priority is not None and layout is not None:
-            key_priority = layout.gather(key_priority)
+        if key_priority is not None and packing is not None:
+            key_priority = packing.gather(key_priority)
         sinusoids = self._attentions()[0].sinusoids(state.layers[0], tokens.shape[1])
         branch_keep = self._branch_keep(state)
         commit_loss = torch.zeros((), dtype=x.dtype, device=x.device)
@@ -141,7 +142,7 @@ class TransformerVQ(nn.Module):
                 output = branch(
                     x,
                     state.layers[len(states)],
-                    layout=layout,
+                    packing=packing,
                     sinusoids=sinusoids,
                     key_priority=key_priority,
                 )
@@ -154,15 +155,15 @@ class TransformerVQ(nn.Module):
             if branch_keep is not None:
                 y = y * branch_keep[:, i, None, None] / (1 - self.config.p_droplyr)
             x = x + y
-        if layout is not None:
-            x = layout.scatter(x)
+        if packing is not None:
+            x = packing.scatter(x)
         return ModelOutput(
             self.logits(x), ModelState(tuple(states), branch_keep), commit_loss, tuple(usages)
         )
 
     @torch.no_grad()
     def update_codebooks(self, code_usage: Sequence[CodeUsage]) -> None:
-        """Move every codebook towards the keys it was given; once per optimizer step."""
+        """Move every codebook towards the keys of `code_usage`; call once per optimizer step."""
         layers = [layer for layer in self._attentions() if isinstance(layer, VQAttention)]
         if len(layers) != len(code_usage):
             raise ValueError(
@@ -182,7 +183,7 @@ class TransformerVQ(nn.Module):
         return torch.where(state.position.unsqueeze(-1) == 0, drawn, state.branch_keep)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Scores of tokens from features, [..., d_model], in float32 or better."""
+        """Return logits from features, [..., d_model], in float32 or better."""
         with full_precision(x.device):
             weight = self.embed.weight if self.head is None else self.head.weight
             exact = accumulation_dtype(weight.dtype)
@@ -198,7 +199,7 @@ class TransformerVQ(nn.Module):
         if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 1:
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}, want [batch, tokens >= 1]")
         if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
-            raise ValueError(f"tokens are {tokens.dtype}, want whole numbers (torch.int64)")
+            raise ValueError(f"tokens are {tokens.dtype}, want integers (torch.int64)")
         if state is not None and len(state.layers) != len(self._attentions()):
             raise ValueError(
                 f"state comes from another model: it has {len(state.layers)} attention layers, "
@@ -206,8 +207,8 @@ class TransformerVQ(nn.Module):
             )
         if state is not None and state.position.shape[0] != tokens.shape[0]:
             raise ValueError(
-                f"state is for a batch of {state.position.shape[0]}, tokens have {tokens.shape[0]} "
-                "rows; use init_state(batch_size) or state.select(rows)"
+                f"state has a batch size of {state.position.shape[0]}, tokens have "
+                f"{tokens.shape[0]} rows; use init_state(batch_size) or state.select(rows)"
             )
         # Reading values would break a compiled graph; there the embedding checks its own index.
         if not torch.compiler.is_compiling() and not tokens.is_meta:
@@ -221,16 +222,22 @@ class TransformerVQ(nn.Module):
     def save(self, path: str | os.PathLike[str]) -> str:
         """Write weights, codebooks and config to one safetensors file, atomically.
 
-        Return the checksum that the file carries.
+        Return the checksum stored in the file.
         """
         metadata = {"config": json.dumps(asdict(self.config))}
         return write_tensors(Path(path), self.state_dict(), metadata)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, digest: str | None = None) -> TransformerVQ:
-        """Return the model that `save` wrote; digest: the checksum it returned, if known.
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: torch.device | str | None = None,
+        *,
+        digest: str | None = None,
+    ) -> TransformerVQ:
+        """Load a model that `save` wrote; digest: the checksum it returned, if known.
 
-        Raises UserError if the file is damaged or does not hold a model.
+        Raise UserError if the file is corrupt or does not contain a model.
         """
         tensors, metadata = read_tensors(Path(path), digest)
         if "config" not in metadata:
@@ -239,7 +246,7 @@ class TransformerVQ(nn.Module):
             config = ModelConfig.from_dict(json.loads(metadata["config"]))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path} has an invalid model config: {error}") from error
-        # Before anything is built: a config of another model could ask for any amount of memory.
+        # Before anything is built: the config of another model could need any amount of memory.
         n_branches = len({name.split(".")[1] for name in tensors if name.startswith("branches.")})
         if n_branches != 2 * config.n_layer:
             raise UserError(
@@ -256,13 +263,13 @@ class TransformerVQ(nn.Module):
                 "are missing, unknown or of another shape"
             )
         model.load_state_dict(tensors, assign=True)
-        return model
+        return model if device is None else model.to(device)
 
 
 def _layer(
     config: ModelConfig, reduction: Reduction, checkpoint_activations: bool
 ) -> list[nn.Module]:
-    """The two residual branches of one transformer layer."""
+    """Return the two residual branches of one transformer layer."""
     options = vars(config.layer)
 
     def attention() -> nn.Module:

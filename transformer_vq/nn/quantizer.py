@@ -1,12 +1,13 @@
-"""Vector quantization of keys (Definitions 2.1 and 2.6) with a codebook learned by running means.
+"""Vector quantization of keys (Definitions 2.1 and 2.6) with codebooks learned by moving averages.
 
-`forward` changes nothing: it hands out what the keys of this call say about the codebook
-(`CodeUsage`), and `update` applies it. So recomputation, gradient accumulation, several processes
-and torch.compile need no special care: usages are added up and applied once.
+`forward` is pure: it returns the codebook statistics of this batch (`CodeUsage`), and
+`update_codebook` applies them. So activation checkpointing, gradient accumulation, data parallelism
+and torch.compile need no special care: usages are added up and applied once per step.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from transformer_vq.ops.cache import accumulation_dtype, code_sums
 from transformer_vq.ops.precision import full_precision
 
 NO_CANDIDATE = 2**62  # priority of an empty slot, above all others
+MAX_UNUSED = 1024  # training passes without an update of the codebook before a warning
 
 
 class NotFiniteError(UserError):
@@ -27,24 +29,24 @@ class NotFiniteError(UserError):
 
 @dataclass(frozen=True)
 class CodebookHealth:
-    """How well a codebook serves the keys it was given; plain numbers for logs."""
+    """Metrics of a codebook on one batch of keys."""
 
     share_in_use: float
-    """Part of the codes that got at least one key."""
+    """Fraction of the codes with at least one key."""
     perplexity: float
-    """exp(entropy) of the use of codes: n_code when even, 1 when one code takes all."""
+    """exp(entropy) of the code frequencies: n_code if uniform, 1 if a single code is used."""
     relative_error: float
-    """Squared quantization error over squared size of the keys."""
+    """Squared quantization error divided by the squared norm of the keys."""
 
 
 @dataclass(frozen=True)
 class CodeUsage:
-    """What a batch of keys says about a codebook. Usages of several batches add up.
+    """Codebook statistics of a batch of keys. Usages of several batches can be added.
 
     sum: [h, s, k] of the keys per code, count: [h, s], error: [h] and energy: [h] sums of squared
-    quantization errors and of squared keys. candidates: [h, s, k] keys that could become codes,
-    those with the lowest `priority`: [s], in that order. So a sum has the candidates that the keys
-    of all batches together would have, however they were divided.
+    quantization errors and squared norms. candidates: [h, s, k] keys that may become codes: those
+    with the lowest `priority`, [s], in that order. So the candidates of a sum do not depend on how
+    the keys were split into batches.
     """
 
     sum: Tensor
@@ -72,7 +74,7 @@ class CodeUsage:
         )
 
     def health(self) -> CodebookHealth:
-        """Averages over heads."""
+        """Return metrics averaged over heads."""
         share = (self.count > 0).double().mean()
         p = self.count.double() / self.count.double().sum(-1, keepdim=True).clamp(min=1)
         perplexity = torch.special.entr(p).sum(-1).exp().mean()
@@ -100,10 +102,10 @@ class Quantized:
 
 
 class VectorQuantizer(nn.Module):
-    """Replaces each key by the nearest of `n_code` codewords; one codebook per head.
+    """Replace each key by the nearest of `n_code` codewords; one codebook per head.
 
-    The codebook is a pair of float32 buffers, running sum and running count of the keys per code,
-    and no parameter: it follows the keys through `update`, never through a gradient.
+    The codebook is not a parameter but a pair of float32 buffers, the running sum and count of the
+    keys per code. It follows the keys through `update_codebook`, never through a gradient.
     """
 
     c_sum: Tensor
@@ -117,8 +119,8 @@ class VectorQuantizer(nn.Module):
         n_head: int = 1,
         *,
         ema_decay: float = 0.99,
-        codebook_init: str = "random",
-        revive_below: float = 0.0,
+        codebook_init: str = "keys",
+        revive_below: float = 0.1,
     ) -> None:
         super().__init__()
         if codebook_init not in ("random", "keys"):
@@ -126,6 +128,7 @@ class VectorQuantizer(nn.Module):
         self.ema_decay = ema_decay
         self.codebook_init = codebook_init
         self.revive_below = revive_below
+        self._n_unused = 0
         self.register_buffer("c_sum", torch.empty(n_head, n_code, d_k))
         self.register_buffer("c_count", torch.empty(n_head, n_code))
         self.register_buffer("started", torch.empty((), dtype=torch.bool))
@@ -143,25 +146,27 @@ class VectorQuantizer(nn.Module):
 
     @property
     def uses_candidates(self) -> bool:
-        """Whether training replaces codes by keys, at the start or later."""
+        """Whether training replaces codes with keys, at the start or later."""
         return self.codebook_init == "keys" or self.revive_below > 0
 
     def forward(
         self, k: Tensor, valid: Tensor | None = None, priority: Tensor | None = None
     ) -> Quantized:
-        """k: [b, h, t, k]; positions where valid: [b, t] is False count neither for the loss nor
-        for the codebook. priority: [b, t] from 0 to 2^62 - 1, for training: the keys with the
-        lowest numbers may become codes; `token_priority` by default. Raises NotFiniteError for keys
-        that are not finite."""
+        """Quantize keys. k: [b, h, t, k], valid: [b, t], False for padding, which is ignored.
+
+        priority: [b, t] from 0 to 2^62 - 1, for training: the keys with the lowest numbers may
+        become codes; `token_priority` by default. Raise NotFiniteError for NaN or inf.
+        """
         if k.ndim != 4 or (k.shape[1], k.shape[3]) != (self.c_sum.shape[0], self.c_sum.shape[2]):
             n_head, _, d_k = self.c_sum.shape
             raise ValueError(f"keys have shape {tuple(k.shape)}, want [b, {n_head}, t, {d_k}]")
-        # Not when compiling, where it would break the graph: there NaN stays NaN through k_hat.
+        # Not while compiling, where it would break the graph; there NaN propagates through k_hat.
         if not (torch.compiler.is_compiling() or k.is_meta or torch.isfinite(k).all()):
             raise NotFiniteError(
-                "keys are not finite (NaN or inf), so no code is nearest; look for a diverged "
-                "loss, a too large learning rate or bad input features"
+                "keys are not finite (NaN or inf), so they have no nearest code; look for a "
+                "diverged loss, a too large learning rate or bad input features"
             )
+        self._warn_if_unused()
         with full_precision(k.device):
             exact = k.to(accumulation_dtype(k.dtype))
             codebook = self.codebook.to(exact.dtype)
@@ -171,7 +176,7 @@ class VectorQuantizer(nn.Module):
             if valid is not None:
                 error = error * valid[:, None]
             n_tokens = error[:, 0].numel() if valid is None else valid.sum().clamp(min=1)
-            # The zero carries the gradient, so k_hat is the codeword to the last bit.
+            # Adding a zero that carries the gradient keeps k_hat bitwise equal to the codeword.
             k_hat = codeword.to(k.dtype) + (k - k.detach())
             usage = self._usage(exact.detach(), z, error.detach(), valid, priority)
             return Quantized(k_hat, z, error.sum() / n_tokens, usage)
@@ -200,9 +205,23 @@ class VectorQuantizer(nn.Module):
         candidates = by_head[:, order.clamp(max=by_head.shape[1] - 1)]
         return replace(usage, candidates=candidates, priority=priority)
 
+    def _warn_if_unused(self) -> None:
+        """Warn once if training never updates the codebook, which the loss hardly shows."""
+        if not (self.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+            return
+        self._n_unused += 1
+        if self._n_unused == MAX_UNUSED:
+            warnings.warn(
+                f"{MAX_UNUSED} training passes without an update of the codebook: keys drift away "
+                "from their codes; once per optimizer step, call update_codebook(code_usage) of "
+                "the layer or update_codebooks(code_usage) of the model",
+                stacklevel=2,
+            )
+
     @torch.no_grad()
-    def update(self, usage: CodeUsage) -> None:
-        """new = ema_decay * old + (1 - ema_decay) * batch, for sums and counts."""
+    def update_codebook(self, code_usage: CodeUsage) -> None:
+        """Set sums and counts to ema_decay * old + (1 - ema_decay) * batch; once per step."""
+        usage, self._n_unused = code_usage, 0
         if usage.sum.shape != self.c_sum.shape:
             raise ValueError(
                 f"usage of a codebook of shape {tuple(usage.sum.shape)} cannot update one of shape "
@@ -223,30 +242,30 @@ class VectorQuantizer(nn.Module):
             self.started |= usage.count.sum() > 0
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> VectorQuantizer:
-        """Moves and casts like any module, but the running sums never drop below float32."""
+        """Move and cast like any module, but keep the running sums in float32 or better."""
         before = self.c_sum, self.c_count
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.c_sum.dtype.itemsize < 4:
             self.c_sum, self.c_count = (x.to(self.c_sum.device) for x in before)
         return self
 
 
 def nearest_code(k: Tensor, codebook: Tensor) -> Tensor:
-    """Index of the nearest codeword, the first one of several. k: [b, h, t, k] -> [b, h, t]."""
+    """Return the index of the nearest codeword; ties go to the first. k: [b, h, t, k]."""
     # |k - c|^2 = |k|^2 - 2 (k . c - |c|^2 / 2), and |k|^2 is the same for all codes.
     half_norms = codebook.square().sum(-1) / 2
     return (torch.einsum("bhtk,hsk->bhts", k, codebook) - half_norms.unsqueeze(-2)).argmax(-1)
 
 
 def _lookup(codebook: Tensor, z: Tensor) -> Tensor:
-    """The codewords of the codes. codebook: [h, s, k], z: [b, h, t] -> [b, h, t, k]."""
+    """Return the codewords of the codes. codebook: [h, s, k], z: [b, h, t] -> [b, h, t, k]."""
     n_head, n_code, _ = codebook.shape
     rows = z + torch.arange(n_head, device=z.device).view(-1, 1) * n_code
     return codebook.flatten(0, 1)[rows]
 
 
 def lowest(priority: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The n lowest numbers in ascending order, and where they are. priority: [m] -> [n], [n]."""
+    """Return the n lowest numbers in ascending order and their indices. priority: [m]."""
     values, order = priority.topk(n, largest=False, sorted=True)
     return values, order
 
@@ -258,10 +277,10 @@ def token_priority(
     device: torch.device | None = None,
     first_row: int = 0,
 ) -> Tensor:
-    """Pseudo-random numbers that follow from row and place alone: [batch_size, seq_len] of int64.
+    """Return a hash of the row and place of each token: [batch_size, seq_len] of int64.
 
-    Padding has no place of its own, so it changes no number. first_row: the number of the first
-    row, for a batch that is one part of a larger one. No random state is used or changed.
+    Padding is skipped in the count of places. first_row: index of the first row, for a micro-batch
+    of a larger batch. No random state is used or changed.
     """
     row = first_row + torch.arange(batch_size, device=device).unsqueeze(-1)
     place = torch.arange(seq_len, device=device) if valid is None else valid.cumsum(1) - 1

@@ -1,4 +1,4 @@
-"""The state of a whole model, and its tensors by name."""
+"""The state of a model, and its tensors by name."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ Names (the paper's symbol, the name in the code, what it is):
     S            n_code            codewords
     D_m D_k D_v  d_model d_k d_v   widths
     tau          tau               score scale, sqrt(d_k)
-    z            z                 shortcodes: which codeword each key became
+    z            z                 shortcodes: the codeword of each key
     C            codebook          the codewords, [h, s, k]
     C_z, K-hat   k_hat             quantized keys
-    Delta        one-hot of z      never formed: sums go through `code_sums`
+    Delta        one-hot of z      never formed; `code_sums` computes its products
     U(n) / L(n)  CacheStats.mean   mean value per code
     L(n)         CacheStats.count  tokens per code
     B            by_distance       positional scores, one per distance up to L, farthest first

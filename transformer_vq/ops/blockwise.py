@@ -1,9 +1,9 @@
 """Causal attention in linear time (Theorems 3.6 and 3.7, Code 1): state in, state out.
 
-A segment of any length is cut into blocks of L tokens, counted from its own start. A block attends
-to the cache (everything older than L tokens before it), to the L tokens before it, and to itself,
-under one softmax. The local bias vanishes beyond distance L and the cache is lossless, so where a
-sequence is cut into segments does not change the result.
+A segment of any length is cut into blocks of L tokens, starting at its first token. A block attends
+to the cache (all tokens before the window), to the window (the L tokens before the block), and to
+itself, under one softmax. The local bias is zero beyond distance L and the cache is lossless, so
+the result does not depend on where a sequence is cut into segments.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from transformer_vq.ops import fused
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype, block_stats
+from transformer_vq.ops.fused import attend_blocks
+from transformer_vq.ops.inputs import AttentionInputs, segment_lens
 from transformer_vq.ops.position import local_bias
 from transformer_vq.ops.quadratic import Phi, attention_weights
 from transformer_vq.ops.ragged import (
@@ -28,7 +29,6 @@ from transformer_vq.ops.ragged import (
     visible_keys,
 )
 from transformer_vq.ops.reductions import exclusive_prefix
-from transformer_vq.ops.shapes import check_shapes
 from transformer_vq.ops.state import AttentionState
 
 
@@ -38,218 +38,169 @@ def vq_attention(
     z: Tensor,
     v: Tensor,
     codebook: Tensor,
-    by_distance: Tensor,
-    state: AttentionState,
+    by_distance: Tensor | None = None,
+    state: AttentionState | None = None,
     *,
-    layout: Packing | None = None,
+    block_len: int = 512,
+    packing: Packing | None = None,
     reduction: str = "auto",
     phi: Phi | None = None,
     grad_through_cache: bool = True,
 ) -> tuple[Tensor, AttentionState]:
-    """W V of Definition 3.1 for the next segment of a sequence, and the state after it.
+    """Return W V of Definition 3.1 for the next segment of a sequence, and the state after it.
 
     q: [b, h, g, t, k], k_hat: [b, h, t, k], z: [b, h, t], v: [b, h, t, v], codebook: [h, s, k],
-    by_distance: [b, h, g, t, L + 1] positional scores for distances L, ..., 0
-    -> [b, h, g, t, v]. A state without a cache gives attention to the last L tokens only.
-    layout: padding and documents, in the order of `Packing.gather`.
-    reduction: "serial", "matmul", "associative", "input_scan" for one block at a time, or "auto"
-    for the fast form of `fused`, which torch.compile does not see into.
+    by_distance: [b, h, g, t, L + 1] -> [b, h, g, t, v]. k_hat must be codebook[z]. Scores are
+    q . k_hat: divide by sqrt(k) beforehand.
+
+    by_distance: positional scores for distances L, ..., 0, added within that range; None for none.
+    state: the state after the previous segment; None starts new sequences, with a window of
+    L = block_len tokens if by_distance does not determine it. A state without a cache limits
+    attention to the last L tokens.
+    packing: padding and documents, in the order of `Packing.gather`.
+    reduction: "serial", "matmul" or "associative" across blocks, "input_scan" for one block at a
+    time, or "auto" for the fast implementation in `fused`. Results agree up to rounding.
+    phi: element-wise nonlinearity instead of the softmax (Theorem 3.6).
     """
-    check_shapes(
-        q=(q, "bhgtk"),
-        k_hat=(k_hat, "bhtk"),
-        z=(z, "bht"),
-        v=(v, "bhtv"),
-        codebook=(codebook, "hsk"),
-        by_distance=(by_distance, "bhgtd"),
-        state_keys=(state.k, "bhLk"),
-        state_values=(state.v, "bhLv"),
-    )
-    seq_len, block_len = q.shape[-2], state.k.shape[-2]
-    if by_distance.shape[-1] != block_len + 1:
-        raise ValueError(
-            f"by_distance has {by_distance.shape[-1]} distances, want {block_len + 1}: "
-            f"{block_len}, ..., 0 for the window of the state"
-        )
-    whole, rest = seq_len - seq_len % block_len, seq_len % block_len
-    sizes = [block_len] * (whole // block_len) if reduction == "input_scan" else [whole]
-    sizes = [size for size in (*sizes, rest) if size > 0]
+    inputs = AttentionInputs(q, k_hat, z, v, codebook, by_distance, packing)
+    if state is None:
+        window_len = block_len if by_distance is None else by_distance.shape[-1] - 1
+        sizes = (*z.shape[:2], window_len, q.shape[-1], v.shape[-1], codebook.shape[-2])
+        state = AttentionState.empty(*sizes, dtype=v.dtype, device=v.device)
+    inputs.check(state)
+    window_len = state.k.shape[-2]
+    is_fused = reduction == "auto" and phi is None and not torch.compiler.is_compiling()
     outputs: list[Tensor] = []
-    start = 0
-    for part in zip(
-        _split(q, sizes, dim=-2),
-        _split(k_hat, sizes, dim=-2),
-        _split(z, sizes, dim=-1),
-        _split(v, sizes, dim=-2),
-        _split(by_distance, sizes, dim=-2),
-        strict=True,
-    ):
-        stop = start + part[0].shape[-2]
-        output, state = _attend_blocks(
-            *part,
-            codebook,
-            state,
-            layout=None if layout is None else layout.part(start, stop),
-            reduction=reduction,
-            phi=phi,
-            grad_through_cache=grad_through_cache,
-        )
+    max_len = window_len if reduction == "input_scan" else inputs.seq_len
+    for part in inputs.split(segment_lens(inputs.seq_len, window_len, max_len)):
+        n_blocks = max(1, part.seq_len // window_len)
+        evicted = find_evictions(state, part.packing, part.seq_len, n_blocks)
+        visible = None
+        if part.packing is not None:
+            visible = visible_keys(part.packing, window_len, n_blocks)
+        if is_fused:
+            output, cache = attend_blocks(part, state, evicted, visible, grad_through_cache)
+        else:
+            output, cache = _plain_blocks(
+                part, state, evicted, visible, grad_through_cache, reduction, phi
+            )
+        if cache is not None and evicted.kept is not None:
+            cache = CacheStats(cache.mean, cache.count * evicted.kept.view(-1, 1, 1))
+        state = _advance(state, part, cache)
         outputs.append(output)
-        start = stop
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2), state
 
 
-def _split(x: Tensor, sizes: list[int], dim: int) -> tuple[Tensor, ...]:
-    """Parts whose gradients are put together once: that of a slice is as large as the whole."""
-    return (x,) if len(sizes) == 1 else x.split(sizes, dim)
-
-
-def _attend_blocks(
-    q: Tensor,
-    k_hat: Tensor,
-    z: Tensor,
-    v: Tensor,
-    by_distance: Tensor,
-    codebook: Tensor,
-    state: AttentionState,
-    *,
-    layout: Packing | None,
-    reduction: str,
-    phi: Phi | None,
-    grad_through_cache: bool,
-) -> tuple[Tensor, AttentionState]:
-    """The same for whole blocks, or for one block that is shorter than L."""
+def _advance(
+    state: AttentionState, inputs: AttentionInputs, cache: CacheStats | None
+) -> AttentionState:
+    """Return the state after a segment: its newest tokens in the window, and the new cache."""
     assert state.z is not None
-    seq_len, window_len = q.shape[-2], state.k.shape[-2]
-    n_blocks = max(1, seq_len // window_len)
-    leaving = sight = None
-    if layout is not None:
-        leaving = find_evictions(layout, state.position, window_len, n_blocks)
-        sight = visible_keys(layout, window_len, n_blocks)
-    inputs = (q, k_hat, z, v, by_distance, codebook, state, leaving, sight, grad_through_cache)
-    if reduction == "auto" and phi is None and not torch.compiler.is_compiling():
-        output, cache = fused.attend_blocks(*inputs)
-    else:
-        output, cache = _plain_blocks(*inputs, reduction, phi)
-    length = None if layout is None else layout.length
-    after = replace(
+    window_len, packing = state.k.shape[-2], inputs.packing
+    length = None if packing is None else packing.length
+    return replace(
         state,
-        k=newest(state.k, k_hat, window_len, length, dim=-2),
-        v=newest(state.v, v, window_len, length, dim=-2),
-        z=newest(state.z, z, window_len, length, dim=-1),
-        position=next_position(state.position, seq_len, layout),
+        k=newest(state.k, inputs.k_hat, window_len, length, dim=-2),
+        v=newest(state.v, inputs.v, window_len, length, dim=-2),
+        z=newest(state.z, inputs.z, window_len, length, dim=-1),
+        position=next_position(state.position, inputs.seq_len, packing),
         cache=cache,
     )
-    return output, after
 
 
 def _plain_blocks(
-    q: Tensor,
-    k_hat: Tensor,
-    z: Tensor,
-    v: Tensor,
-    by_distance: Tensor,
-    codebook: Tensor,
+    inputs: AttentionInputs,
     state: AttentionState,
-    leaving: Eviction | None,
-    sight: Visibility | None,
+    evicted: Eviction,
+    visible: Visibility | None,
     grad_through_cache: bool,
     reduction: str,
     phi: Phi | None,
 ) -> tuple[Tensor, CacheStats | None]:
-    """All blocks at once, in operations that differentiate themselves; and the cache after them."""
+    """Attend from all blocks at once, by differentiable operations; also return the cache after."""
     assert state.z is not None
-    seq_len, window_len = q.shape[-2], state.k.shape[-2]
+    seq_len, window_len = inputs.seq_len, state.k.shape[-2]
     n_query = min(seq_len, window_len)
     n_blocks = seq_len // n_query
 
-    # Before block r stands block r - 1, before the first one the window.
-    k_prev = _shift_in(state.k, k_hat, n_blocks, dim=-2)
-    v_prev = _shift_in(state.v, v, n_blocks, dim=-2)
-    z_prev = _shift_in(state.z, z, n_blocks, dim=-1)
-    later = state.window_valid.new_ones(q.shape[0], (n_blocks - 1) * window_len)
+    # The block before block r is block r - 1; the one before the first block is the window.
+    k_prev = _shift_in(state.k, inputs.k_hat, n_blocks, dim=-2)
+    v_prev = _shift_in(state.v, inputs.v, n_blocks, dim=-2)
+    z_prev = _shift_in(state.z, inputs.z, n_blocks, dim=-1)
+    later = state.window_valid.new_ones(inputs.q.shape[0], (n_blocks - 1) * window_len)
     valid_prev = torch.cat([state.window_valid, later], dim=-1)  # [b, r * j]
 
-    # Tokens leave the window for the cache when the block after theirs is done.
+    # Tokens are evicted to the cache after the block that follows theirs.
     prefix, cache = None, state.cache
     if cache is not None:
-        counted = valid_prev[:, :seq_len].unflatten(-1, (n_blocks, n_query))
-        if leaving is not None:
-            counted = leaving.counted
-        v_leaving = v_prev[..., :seq_len, :].unflatten(-2, (n_blocks, n_query))
+        v_evicted = v_prev[..., :seq_len, :].unflatten(-2, (n_blocks, n_query))
         blocks = block_stats(
             z_prev[..., :seq_len].unflatten(-1, (n_blocks, n_query)),
-            v_leaving if grad_through_cache else v_leaving.detach(),
-            codebook.shape[-2],
-            counted.unsqueeze(1),
+            v_evicted if grad_through_cache else v_evicted.detach(),
+            inputs.codebook.shape[-2],
+            evicted.counted.unsqueeze(1),
         )
-        if leaving is not None:
-            blocks = replace(blocks, carry=leaving.carry.to(torch.int64).unsqueeze(1))
+        if evicted.carry is not None:
+            blocks = replace(blocks, carry=evicted.carry.unsqueeze(1))
         initial = cache if grad_through_cache else cache.detach()
         prefix, cache = exclusive_prefix(blocks, initial, reduction)
-        if leaving is not None:
-            cache = CacheStats(cache.mean, cache.count * leaving.goes_on.view(-1, 1, 1))
 
-    output = _weigh(
-        q.unflatten(-2, (n_blocks, n_query)),
+    output = _attend_plain(
+        inputs.blocked(n_blocks),
         k_prev.unflatten(-2, (n_blocks, window_len)),
         v_prev.unflatten(-2, (n_blocks, window_len)),
         valid_prev.unflatten(-1, (n_blocks, window_len)).unsqueeze(1),
-        k_hat.unflatten(-2, (n_blocks, n_query)),
-        v.unflatten(-2, (n_blocks, n_query)),
-        codebook,
         prefix,
-        by_distance.unflatten(-2, (n_blocks, n_query)),
-        sight,
+        visible,
         phi,
     )
     return output.flatten(-3, -2), cache
 
 
-def _weigh(
-    q: Tensor,
+def _attend_plain(
+    inputs: AttentionInputs,
     k_prev: Tensor,
     v_prev: Tensor,
     valid_prev: Tensor,
-    k_present: Tensor,
-    v_present: Tensor,
-    codebook: Tensor,
     cache: CacheStats | None,
-    by_distance: Tensor,
-    sight: Visibility | None,
+    visible: Visibility | None,
     phi: Phi | None,
 ) -> Tensor:
-    """Attention of blocks of queries to their cache, previous block and own block.
+    """Attend from blocks of queries to their cache, previous block and own block.
 
-    q: [b, h, g, r, i, k], k_*: [b, h, r, j, k], v_*: [b, h, r, j, v], valid_prev: [b, 1, r, j],
-    cache.mean: [b, h, r, s, v], by_distance: [b, h, g, r, i, L + 1] -> [b, h, g, r, i, v].
+    inputs: `blocked`, k_prev: [b, h, r, j, k], v_prev: [b, h, r, j, v], valid_prev: [b, 1, r, j],
+    cache.mean: [b, h, r, s, v] -> [b, h, g, r, i, v].
     """
+    q, k_present, v_present = inputs.q, inputs.k_hat, inputs.v
     window_len, dtype = k_prev.shape[-2], v_present.dtype
 
-    # 1. Scores of the keys in sight: content, and a local bias that also holds the causal mask.
+    # 1. Scores of the local keys: content, plus a local bias that includes the causal mask.
+    by_distance = inputs.by_distance
+    if by_distance is None:
+        by_distance = q.new_zeros(()).expand(*q.shape[:-1], window_len + 1)
     bias = local_bias(by_distance, older=0.0 if cache is not None else -torch.inf)
-    if sight is not None:
-        bias = bias.masked_fill(~sight.local[:, None, None], -torch.inf)
+    if visible is not None:
+        bias = bias.masked_fill(~visible.local[:, None, None], -torch.inf)
     scores_prev = torch.einsum("bhgrik,bhrjk->bhgrij", q, k_prev) + bias[..., :window_len]
     scores_present = torch.einsum("bhgrik,bhrjk->bhgrij", q, k_present) + bias[..., window_len:]
 
-    # 2. Each column of scores stands for a number of keys: an empty slot of the window for none,
-    #    a code of the cache for as many as it has swallowed.
+    # 2. The number of keys behind each column of scores: 0 for an empty slot of the window, and
+    #    the count of tokens for a code of the cache.
     one = torch.ones((), dtype=accumulation_dtype(dtype), device=q.device)
     columns = [
         (scores_prev, valid_prev * one, v_prev),
         (scores_present, one.expand(*k_present.shape[:-1]), v_present),
     ]
     if cache is not None:
-        scores_cache = torch.einsum("bhgrik,hsk->bhgris", q, codebook.to(q.dtype))
-        if sight is not None:
-            hidden = ~sight.cache[:, None, None, ..., None]
-            scores_cache = scores_cache.masked_fill(hidden, -torch.inf)
+        scores_cache = torch.einsum("bhgrik,hsk->bhgris", q, inputs.codebook.to(q.dtype))
+        if visible is not None:
+            masked = ~visible.cache[:, None, None, ..., None]
+            scores_cache = scores_cache.masked_fill(masked, -torch.inf)
         columns.insert(0, (scores_cache, cache.count, cache.mean.to(dtype)))
     scores = torch.cat([score for score, _, _ in columns], dim=-1)
     multiplicity = torch.cat([n.expand(*k_prev.shape[:3], -1) for _, n, _ in columns], dim=-1)
 
-    # 3. One phi_w over all columns, then the values they stand for.
+    # 3. One phi_w over all columns, then the weighted values.
     weights = attention_weights(scores, phi, multiplicity.unsqueeze(2)).to(dtype)
     parts = weights.split([score.shape[-1] for score, _, _ in columns], dim=-1)
     outputs = [
@@ -260,7 +211,7 @@ def _weigh(
 
 
 def _shift_in(window: Tensor, segment: Tensor, n_blocks: int, dim: int) -> Tensor:
-    """The window, then all blocks of the segment but the last."""
+    """Return the window, then all blocks of the segment but the last."""
     window = window.to(segment.dtype)
     if n_blocks == 1:
         return window

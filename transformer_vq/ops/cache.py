@@ -1,8 +1,8 @@
-"""The compressive cache: per code, the mean of the values seen and how many there were.
+"""The compressive cache: mean value and number of tokens per code.
 
 Together with `merge` these statistics form a monoid (identity: `CacheStats.empty`). Every form of
-the attention is a way of bracketing the same merges: a fold, a tree, a closed form, one token at a
-time. Means instead of sums keep the numbers of order one however long the stream (Remark 3.9).
+the attention brackets the same merges differently: a fold, a tree, a closed form, one token at a
+time. Means instead of sums keep the values of order one for streams of any length (Remark 3.9).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class CacheStats:
     """mean: [..., s, v] in `accumulation_dtype`, count: [..., s] of int64.
 
     Counts are integers because float32 stops counting at 2^24. carry: [...] of int64, 0 where these
-    tokens begin a new document, so that nothing before them counts; None stands for 1 everywhere.
-    The mean of a code whose count is 0 means nothing.
+    tokens start a new document, so that earlier ones do not count; None means 1 everywhere. The
+    mean of a code with count 0 is arbitrary.
     """
 
     mean: Tensor
@@ -30,14 +30,14 @@ class CacheStats:
     def empty(
         cls, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> CacheStats:
-        """The identity of `merge`; `shape` is that of the mean, [..., s, v]."""
+        """Return the identity of `merge`; `shape` is that of the mean, [..., s, v]."""
         return cls(
             torch.zeros(shape, dtype=accumulation_dtype(dtype), device=device),
             torch.zeros(shape[:-1], dtype=torch.int64, device=device),
         )
 
     def blocks(self, index: int | slice) -> CacheStats:
-        """The statistics of one block or a slice of blocks, for mean: [..., r, s, v]."""
+        """Return the statistics of one block or a slice of blocks, for mean: [..., r, s, v]."""
         carry = None if self.carry is None else self.carry[..., index]
         return CacheStats(self.mean[..., index, :, :], self.count[..., index, :], carry)
 
@@ -46,12 +46,12 @@ class CacheStats:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 for float64 input: a bfloat16 count would stop growing at 256."""
+    """Return float32, or float64 for float64: a bfloat16 count would stop growing at 256."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def merge(a: CacheStats, b: CacheStats) -> CacheStats:
-    """Statistics of the two token sets together: the count-weighted mean. Associative."""
+    """Return the statistics of both token sets: the count-weighted mean. Associative."""
     before, carry = a.count, b.carry
     if b.carry is not None:
         before = a.count * b.carry.unsqueeze(-1)
@@ -62,16 +62,16 @@ def merge(a: CacheStats, b: CacheStats) -> CacheStats:
 
 
 def fraction(part: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
-    """part / total of counts in a floating-point type; 0 where there is nothing."""
+    """Return part / total as a floating-point number; 0 where the total is 0."""
     return part.to(dtype) / total.clamp(min=1).to(dtype)
 
 
 def code_sums(
     z: Tensor, x: Tensor, n_code: int, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sum of `x` and number of tokens per code: Delta x and Delta 1, without forming Delta.
+    """Return the sum of `x` and the number of tokens per code: Delta x, Delta 1 without Delta.
 
-    z: [..., t], x: [..., t, w], valid: broadcastable to z; tokens where it is False do not count.
+    z: [..., t], x: [..., t, w], valid: broadcastable to z; tokens where it is False are ignored.
     Returns sum: [..., s, w], count: [..., s].
     """
     dtype = accumulation_dtype(x.dtype)
@@ -80,7 +80,7 @@ def code_sums(
     if valid is not None:
         weight = valid.to(dtype).expand(z.shape)
         x = x * weight.unsqueeze(-1)
-    # One flat table with a row for every (leading index, code) makes it a single index_add.
+    # A flat table with a row for every (leading index, code) needs a single index_add.
     lead, n_rows = z.shape[:-1], z.shape[:-1].numel() * n_code
     offsets = torch.arange(0, n_rows, n_code, device=z.device).view(*lead, 1)
     rows = (z + offsets).flatten()
@@ -90,7 +90,7 @@ def code_sums(
 
 
 def block_stats(z: Tensor, v: Tensor, n_code: int, valid: Tensor | None = None) -> CacheStats:
-    """Cache statistics of the given tokens alone. z: [..., t], v: [..., t, v]."""
+    """Return the cache statistics of the given tokens. z: [..., t], v: [..., t, v]."""
     total, count = code_sums(z, v, n_code, valid)
-    # In place: the sums are new, and a table per block is what the merge of a block costs.
+    # In place, because the sums are new and this table dominates the cost of a merge.
     return CacheStats(total.div_(count.clamp(min=1).unsqueeze(-1)), count.to(torch.int64))

@@ -1,8 +1,8 @@
-"""One token of causal attention in place: Theorem 3.7 for a block of one; nothing grows.
+"""Decode one token in place: Theorem 3.7 for a block of one token; nothing grows.
 
-The window is a ring of L + 1 slots, so that a token can attend to itself and to the L before it in
-one product. The slot after it holds the oldest, which the cache then swallows. The result is that
-of `vq_attention` on a segment of length one.
+The window is a ring of L + 1 slots, so that a token attends to itself and the L tokens before it in
+one product. The slot after the current one holds the oldest token, which is evicted to the cache.
+The result equals that of `vq_attention` on a segment of length one.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_vq.ops.cache import CacheStats, accumulation_dtype, fraction
+from transformer_vq.ops.cache import CacheStats, accumulation_dtype, merge
+from transformer_vq.ops.inputs import AttentionInputs
 from transformer_vq.ops.quadratic import attention_weights
 from transformer_vq.ops.state import AttentionState
 
 
 @dataclass(frozen=True)
 class Ring:
-    """An attention state whose tensors are changed in place.
+    """An attention state that is updated in place.
 
     k: [b, h, L + 1, k], v: [b, h, L + 1, v], z: [b, h, L + 1], position: [b], and the cache.
-    Between two tokens the slot of the next one is free; the oldest token stands in the slot after.
-    slot: [1], that slot: a tensor, so that a compiled step is the same at every position.
+    slot: [1], the free slot for the next token; the slot after it holds the oldest token. It is a
+    tensor, so that a compiled step is the same at every position.
     """
 
     k: Tensor
@@ -36,7 +37,7 @@ class Ring:
 
     @classmethod
     def of(cls, state: AttentionState) -> Ring:
-        """A copy of a state."""
+        """Copy a state."""
         assert state.z is not None
         cache = state.cache
         return cls(
@@ -49,7 +50,7 @@ class Ring:
         )
 
     def state(self) -> AttentionState:
-        """A copy as `vq_attention` takes it."""
+        """Return a copy as an attention state."""
         n_slots = self.k.shape[-2]
         order = (self.slot + torch.arange(1, n_slots, device=self.slot.device)) % n_slots
         return AttentionState(
@@ -61,36 +62,31 @@ class Ring:
         )
 
 
-def attend_one_(
-    q: Tensor,
-    k_hat: Tensor,
-    z: Tensor,
-    v: Tensor,
-    codebook: Tensor,
-    by_distance: Tensor,
-    ring: Ring,
-) -> Tensor:
-    """Attention of one token per row to cache, window and itself; the ring takes the token in.
+def attend_one_(inputs: AttentionInputs, ring: Ring) -> Tensor:
+    """Attend from one token per row to the cache, the window and itself; update the ring.
 
-    q: [b, h, g, k], k_hat: [b, h, k], z: [b, h], v: [b, h, v], codebook: [h, s, k],
-    by_distance: [b, h, g, L + 1] for distances L, ..., 0 -> [b, h, g, v].
+    inputs without the axis of tokens, q: [b, h, g, k], k_hat: [b, h, k], z: [b, h], v: [b, h, v],
+    by_distance: [b, h, g, L + 1] -> [b, h, g, v].
     """
+    q, v = inputs.q, inputs.v
     n_slots = ring.k.shape[-2]
-    ring.k.index_copy_(-2, ring.slot, k_hat.unsqueeze(-2))
+    ring.k.index_copy_(-2, ring.slot, inputs.k_hat.unsqueeze(-2))
     ring.v.index_copy_(-2, ring.slot, v.unsqueeze(-2))
-    ring.z.index_copy_(-1, ring.slot, z.unsqueeze(-1))
+    ring.z.index_copy_(-1, ring.slot, inputs.z.unsqueeze(-1))
 
     # Column j of by_distance is for distance L - j: that of the token j + 1 slots after this one.
     column = (torch.arange(n_slots - 1, 2 * n_slots - 1, device=q.device) - ring.slot) % n_slots
     filled = column >= n_slots - 1 - ring.position.unsqueeze(-1)  # [b, L + 1]
-    scores = q @ ring.k.mT + by_distance.index_select(-1, column)
+    scores = q @ ring.k.mT
+    if inputs.by_distance is not None:
+        scores = scores + inputs.by_distance.index_select(-1, column)
     multiplicity = filled.to(accumulation_dtype(v.dtype)).unsqueeze(1)  # [b, 1, L + 1]
     if ring.cache is None:
         output = attention_weights(scores, None, multiplicity).to(v.dtype) @ ring.v
     else:
         multiplicity = multiplicity.expand(-1, q.shape[1], -1)
         weights = attention_weights(
-            torch.cat([scores, q @ codebook.mT], dim=-1),
+            torch.cat([scores, q @ inputs.codebook.mT], dim=-1),
             None,
             torch.cat([multiplicity, ring.cache.count], dim=-1),
         ).to(v.dtype)
@@ -99,7 +95,7 @@ def attend_one_(
 
     ring.slot.add_(1).remainder_(n_slots)
     if ring.cache is not None:
-        _swallow_(
+        _evict_(
             ring.cache,
             ring.z.index_select(-1, ring.slot),
             ring.v.index_select(-2, ring.slot),
@@ -109,17 +105,17 @@ def attend_one_(
     return output
 
 
-def _swallow_(cache: CacheStats, z: Tensor, v: Tensor, counted: Tensor) -> None:
+def _evict_(cache: CacheStats, z: Tensor, v: Tensor, counted: Tensor) -> None:
     """Merge one token per row and head into the cache, for the rows where `counted` is True.
 
     z: [b, h, 1], v: [b, h, 1, v], counted: [b].
     """
-    more = counted.to(cache.count.dtype).view(-1, 1, 1).expand(z.shape)
-    cache.count.scatter_add_(-1, z, more)
-    share = fraction(more, cache.count.gather(-1, z), cache.mean.dtype)
     place = z.unsqueeze(-1).expand(v.shape)
-    mean = cache.mean.gather(-2, place)
-    cache.mean.scatter_(-2, place, torch.lerp(mean, v.to(mean.dtype), share.unsqueeze(-1)))
+    before = CacheStats(cache.mean.gather(-2, place), cache.count.gather(-1, z))
+    count = counted.to(cache.count.dtype).view(-1, 1, 1).expand(z.shape)
+    after = merge(before, CacheStats(v.to(cache.mean.dtype), count))
+    cache.mean.scatter_(-2, place, after.mean)
+    cache.count.scatter_(-1, z, after.count)
 
 
 def _copy(cache: CacheStats) -> CacheStats:

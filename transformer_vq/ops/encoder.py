@@ -1,7 +1,7 @@
 """Attention without a mask in linear time (Theorems 3.4 and 3.5).
 
-Without mask and bias all keys with one code get one weight, so a query need only score the S
-codewords: against the count and the mean value of each, which is what `block_stats` gives.
+Without mask and bias, all keys with the same code have the same weight. So a query only scores the
+S codewords, weighted by the count and mean value of each (`block_stats`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def encoder_attention(
     phi: Phi | None = None,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Every query attends to every key, for element-wise phi (Theorem 3.4) or softmax (3.5).
+    """Attend from every query to every key, with element-wise phi (Theorem 3.4) or softmax (3.5).
 
     q: [b, h, g, i, k], z: [b, h, j], v: [b, h, j, v], codebook: [h, s, k], valid: [b, j]
     -> [b, h, g, i, v].

@@ -65,7 +65,7 @@ def minimal_vq_attention(
         log_count = cache.count.to(q.dtype).log()[:, :, None, None]  # log 0 = -inf
         scores_cache = torch.einsum("bhgik,hsk->bhgis", q_block, codebook) + log_count
 
-        # 4. One softmax over codes and local keys, then the values they stand for.
+        # 4. One softmax over codes and local keys, then the weighted sum of their values.
         weights = torch.cat([scores_cache, scores_local], dim=-1).softmax(dim=-1)
         of_codes = torch.einsum("bhgis,bhsv->bhgiv", weights[..., :n_code], cache.mean)
         of_keys = torch.einsum("bhgij,bhjv->bhgiv", weights[..., n_code:], v_local)

@@ -1,8 +1,8 @@
-"""Positions: sinusoids, Transformer-XL scores by distance, and their layout as a local bias.
+"""Positions: sinusoids, Transformer-XL scores by distance, and the local bias.
 
-The positional part of a score depends on the query and on the distance i - j only. It is computed
-once per (query, distance), `by_distance`, farthest first, and then sheared into the (query, key)
-layout by viewing the same memory with rows one element shorter.
+The positional part of a score depends only on the query and the distance i - j. It is computed once
+per (query, distance), as `by_distance`, farthest first. Viewing the same memory with rows one
+element shorter shears it into the (query, key) form of a bias.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformer_vq.ops.cache import accumulation_dtype
 
 
 def sinusoids(positions: Tensor, width: int, wavelength: float, dtype: torch.dtype) -> Tensor:
-    """Sine half, then cosine half. positions: [...] -> [..., width]."""
+    """Return the sine half, then the cosine half. positions: [...] -> [..., width]."""
     exact = accumulation_dtype(dtype)
     exponents = torch.arange(0, width, 2, device=positions.device, dtype=exact) / width
     angles = positions.unsqueeze(-1).to(exact) * wavelength**-exponents
@@ -31,17 +31,17 @@ def relative_sinusoids(
     dtype: torch.dtype,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Sinusoids of the distances max_distance, ..., 1, 0: [d, width]."""
+    """Return the sinusoids of the distances max_distance, ..., 1, 0: [d, width]."""
     distances = torch.arange(max_distance, -1, -1, device=device)
     return sinusoids(distances, width, wavelength, dtype)
 
 
 def scores_by_distance(q: Tensor, r_weight: Tensor, table: Tensor) -> Tensor:
-    """q . (r_weight table_d) for every distance d in the table.
+    """Return q . (r_weight table_d) for every distance d in the table.
 
     q: [b, h, g, i, k], r_weight: [h, k, w], table: [d, w] -> [b, h, g, i, d].
-    The product is associative: with few queries (decoding) it is far cheaper to bring the query to
-    the width of the sinusoids than the sinusoids to the width of the query.
+    The product is associative. With few queries (decoding) it is far cheaper to project the queries
+    to the width of the sinusoids than the sinusoids to the width of the queries.
     """
     d_k, width = r_weight.shape[-2:]
     n_heads_queries = q.shape[0] * q.shape[2] * q.shape[3]
@@ -56,38 +56,41 @@ def scores_by_distance(q: Tensor, r_weight: Tensor, table: Tensor) -> Tensor:
 
 
 def local_bias(by_distance: Tensor, older: float = 0.0) -> Tensor:
-    """Bias of a block of queries against the window before it and the block itself.
+    """Return the bias of a block of queries for the window before it and the block itself.
 
     by_distance: [..., i, L + 1] for distances L, ..., 0 -> [..., i, L + i]; key j is at distance
     i + L - j. Keys further than L get `older`, keys in the future -inf.
     """
     n_query, n_key = by_distance.shape[-2], by_distance.shape[-1] - 1 + by_distance.shape[-2]
-    # Row i of the result is row i of by_distance moved right by i: what follows it in memory is
-    # first the row's own future, then the far keys of the next row.
+    # Row i of the result is row i of by_distance shifted right by i: it is followed in memory by
+    # its own future keys, then by the far keys of the next row.
     column = torch.arange(n_query, device=by_distance.device)
     is_future = column < n_query - 1 - column.unsqueeze(-1)
     filler = torch.where(is_future, -torch.inf, older).to(by_distance.dtype)
     filler = filler.expand(*by_distance.shape[:-2], n_query, n_query)
     rows = torch.cat([by_distance, filler], dim=-1)  # one longer than a row of the result
-    return rows.flatten(-2)[..., : n_query * n_key].unflatten(-1, (n_query, n_key))
+    bias: Tensor = rows.flatten(-2)[..., : n_query * n_key].unflatten(-1, (n_query, n_key))
+    return bias
 
 
 def causal_bias(by_distance: Tensor) -> Tensor:
-    """Bias of the last i of n keys, as queries, against all n keys.
+    """Return the bias of the last i of n tokens, as queries, for all n keys.
 
     by_distance: [..., i, n] for distances n - 1, ..., 0 -> [..., i, n], future keys -inf.
     """
-    if torch.compiler.is_compiling():  # decides on its own how often to copy
+    if torch.compiler.is_compiling():  # the compiler decides what to copy
         n_query, n_key = by_distance.shape[-2:]
-        rows = F.pad(by_distance, (1, 0)).flatten(-2)[..., n_query:].unflatten(-1, (n_query, n_key))
+        flat = F.pad(by_distance, (1, 0)).flatten(-2)[..., n_query:]
+        rows: Tensor = flat.unflatten(-1, (n_query, n_key))
         return rows.masked_fill(future_mask(n_query, n_key, by_distance.device), -torch.inf)
-    return _CausalBias.apply(by_distance)
+    bias: Tensor = _CausalBias.apply(by_distance)  # type: ignore[no-untyped-call]
+    return bias
 
 
 class _CausalBias(torch.autograd.Function):
-    """Row i moves left by n_query - 1 - i; what wraps around lands in the future and is masked.
+    """Shift row i left by n_query - 1 - i; what wraps around is in the future and masked.
 
-    Matrices of this size are to be copied once, not with every operation and its gradient.
+    A custom function copies these large matrices once, not in every operation and its gradient.
     """
 
     @staticmethod
@@ -114,6 +117,6 @@ class _CausalBias(torch.autograd.Function):
 
 
 def future_mask(n_query: int, n_key: int, device: torch.device | None = None) -> Tensor:
-    """True where the key lies after the query; the queries are the last n_query of n_key tokens."""
+    """Return True where the key is after the query; queries are the last n_query tokens."""
     steps = torch.arange(n_key, device=device)
     return steps > steps[n_key - n_query :].unsqueeze(-1)

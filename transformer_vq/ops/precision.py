@@ -1,4 +1,4 @@
-"""What stays exact whatever the precision of the rest."""
+"""Computations that stay in full precision under autocast."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast off, for what must be exact whatever the rest is."""
+    """Return a context that disables autocast."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()

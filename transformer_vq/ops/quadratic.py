@@ -1,6 +1,6 @@
 """Definition 3.1 in O(T^2): the reference given quantized keys, full attention given plain keys.
 
-Nothing here is fast on purpose; everything fast elsewhere is proven equal to this.
+This module is simple on purpose; every fast implementation is tested to be equal to it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from transformer_vq.ops.cache import accumulation_dtype
 from transformer_vq.ops.shapes import check_shapes
 
 Phi = Callable[[Tensor], Tensor]
-"""An element-wise nonlinearity phi_w with phi_w(-inf) = 0; None stands for the softmax."""
+"""An element-wise nonlinearity phi_w with phi_w(-inf) = 0; None means softmax."""
 
 
 def attention_weights(
     scores: Tensor, phi: Phi | None, multiplicity: Tensor | None = None
 ) -> Tensor:
-    """phi_w of the scores, each column standing for `multiplicity` equal keys (0: for none).
+    """Return phi_w of the scores, where each column represents `multiplicity` equal keys.
 
-    scores: [..., i, j], multiplicity: [..., j]. Softmax is computed in float32 (or float64): the
-    multiplicity enters as its logarithm, so one maximum over all columns keeps it stable.
+    scores: [..., i, j], multiplicity: [..., j], 0 for masked columns. Softmax is computed in
+    float32 (or float64); the multiplicity enters as its logarithm, so subtracting the maximum over
+    all columns keeps it stable.
     """
     scores = scores.to(accumulation_dtype(scores.dtype))
     if phi is not None:
@@ -45,7 +46,7 @@ def quadratic_attention(
     phi: Phi | None = None,
     key_gradient: Tensor | None = None,
 ) -> Tensor:
-    """W V of Definition 3.1, all scores formed.
+    """Return W V of Definition 3.1 from all T x T scores.
 
     q: [b, h, g, i, k], k: [b, h, j, k], v: [b, h, j, v], bias: broadcastable to [b, h, g, i, j]
     -> [b, h, g, i, v]. key_gradient: [i, j], True where scores pass a gradient to the key; the
@@ -63,7 +64,7 @@ def quadratic_attention(
 
 
 def distance_bias(by_distance: Tensor, block_len: int, *, window_only: bool = False) -> Tensor:
-    """The bias B, looked up per distance: local, zero (or -inf) beyond block_len, causal.
+    """Return the bias B, looked up per distance: causal, zero (or -inf) beyond block_len.
 
     by_distance: [..., t, L + 1] for distances L, ..., 0 -> [..., i, j].
     """
@@ -86,12 +87,12 @@ def quadratic_vq_attention(
     block_starts: Tensor | None = None,
     visible: Tensor | None = None,
 ) -> Tensor:
-    """What `vq_attention` computes for a whole sequence, in O(T^2), gradients included.
+    """Return what `vq_attention` computes for a full sequence, in O(T^2), with its gradients.
 
     Shapes as there. In linear time, keys older than the previous block enter through the codebook,
-    which has no gradient. block_starts: [t], the first token of each token's block, says which
-    those are; by default blocks are counted from the start of the sequence. visible: [b, i, j],
-    which keys a query may see at all, such as those of its own document.
+    which has no gradient. block_starts: [t], the first token of each token's block, determines
+    these keys; by default blocks start at the first token. visible: [b, i, j], the keys that a
+    query may attend to, such as those of its own document.
     """
     seq_len, block_len = q.shape[-2], by_distance.shape[-1] - 1
     steps = torch.arange(seq_len, device=q.device)

@@ -1,13 +1,14 @@
-"""Rows that are not one sequence from end to end: padding, and several documents in a row.
+"""Packing: padding, and several documents in one row.
 
-Both come down to two facts. Every token knows where its document began (`doc_start`), and may look
-back no further; and every row knows how many of its tokens count (`length`), the padding standing
-last because `Packing.gather` puts it there. Masks follow by comparing indices, so shapes never
-depend on the data, and the blocks, the window and the cache stay what they are.
+Two numbers describe both. `doc_start` is the index at which the document of each token starts; a
+token attends to nothing before it. `length` is the number of valid tokens of each row; padding is
+last, because `Packing.gather` moves it there. All masks follow by comparing indices, so shapes
+never depend on the data.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +19,10 @@ from transformer_vq.ops.state import AttentionState
 
 @dataclass(frozen=True)
 class Packing:
-    """doc_start: [b, t] index of the first token of each token's document, counted from the first
-    token of the segment (negative: before it). The rest is None where it is not needed:
-    length: [b] tokens that count, order: [b, t] permutation that puts padding last,
-    document: [b] id of the document in which each row ends.
+    """doc_start: [b, t] index of the first token of each token's document, relative to the first
+    token of the segment (negative: before it). The others are None where they are not needed:
+    length: [b] number of valid tokens, order: [b, t] permutation that moves padding to the end,
+    document: [b] id of the last document of each row.
     """
 
     doc_start: Tensor
@@ -29,14 +30,18 @@ class Packing:
     order: Tensor | None = None
     document: Tensor | None = None
 
-    def part(self, start: int, stop: int) -> Packing:
-        """The layout of tokens start to stop as a segment of their own."""
-        length = None if self.length is None else (self.length - start).clamp(0, stop - start)
-        return Packing(self.doc_start[:, start:stop] - start, length)
+    def split(self, lens: Sequence[int]) -> list[Packing]:
+        """Return the packing of consecutive segments with these lengths."""
+        parts, start = [], 0
+        for n, doc_start in zip(lens, self.doc_start.split(list(lens), dim=1), strict=True):
+            length = None if self.length is None else (self.length - start).clamp(0, n)
+            parts.append(Packing(doc_start - start, length))
+            start += n
+        return parts
 
     @property
     def valid(self) -> Tensor | None:
-        """Which tokens count, in the order of `gather`: [b, t]."""
+        """Which tokens are not padding, in the order of `gather`: [b, t]."""
         if self.length is None:
             return None
         steps = torch.arange(self.doc_start.shape[1], device=self.doc_start.device)
@@ -44,23 +49,23 @@ class Packing:
 
     @property
     def positions(self) -> Tensor:
-        """How far into its document each token stands: [b, t]."""
+        """Position of each token in its document: [b, t]."""
         steps = torch.arange(self.doc_start.shape[1], device=self.doc_start.device)
         return steps - self.doc_start
 
     def last_start(self, position: Tensor) -> Tensor:
-        """doc_start of the last token that counts; `position` is how long the row was before."""
+        """Return doc_start of the last valid token; position: [b] before the segment."""
         if self.length is None:
             return self.doc_start[:, -1]
         last = self.doc_start.gather(1, (self.length - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
         return torch.where(self.length > 0, last, -position)
 
     def n_tokens(self) -> Tensor | int:
-        """How many tokens of each row count."""
+        """Return the number of valid tokens of each row."""
         return self.doc_start.shape[1] if self.length is None else self.length
 
     def gather(self, x: Tensor) -> Tensor:
-        """Bring padding to the end of each row, and make it zero. x: [b, t, ...]."""
+        """Move padding to the end of each row and set it to zero. x: [b, t, ...]."""
         if self.order is None or self.valid is None:
             return x
         valid = self.valid.view(*self.order.shape, *[1] * (x.ndim - 2))
@@ -68,7 +73,7 @@ class Packing:
         return x.gather(1, index).masked_fill(~valid, 0)
 
     def scatter(self, y: Tensor) -> Tensor:
-        """Undo `gather`; what belongs to padding is zero. y: [b, t, ...]."""
+        """Undo `gather`; padding gets zeros. y: [b, t, ...]."""
         if self.order is None or self.valid is None:
             return y
         valid = self.valid.view(*self.order.shape, *[1] * (y.ndim - 2))
@@ -78,49 +83,60 @@ class Packing:
 
 @dataclass(frozen=True)
 class Eviction:
-    """Which tokens move from the window into the cache, and what becomes of the cache.
+    """Which tokens move from the window to the cache with each block.
 
-    counted: [b, r, i] tokens of the document in which their block ends; carry: [b, r] whether that
-    document began before the block; goes_on: [b] whether the row's last document is in the cache.
+    counted: [b, r, i], False for empty slots, padding and tokens of other documents than the one
+    the block ends in. With documents also carry: [b, r], 1 if that document started before the
+    block, so that the cache before it counts, and kept: [b], 1 if the last document of the row has
+    tokens in the cache.
     """
 
     counted: Tensor
-    carry: Tensor
-    goes_on: Tensor
+    carry: Tensor | None = None
+    kept: Tensor | None = None
 
 
-def find_evictions(layout: Packing, position: Tensor, window_len: int, n_blocks: int) -> Eviction:
-    """For a segment of n_blocks blocks: its first tokens follow those of the window."""
-    seq_len = layout.doc_start.shape[1]
-    n_query = seq_len // n_blocks
-    begun = torch.cat([-position.unsqueeze(-1).expand(-1, window_len), layout.doc_start], dim=1)
-    begun = begun[:, :seq_len]  # of the tokens at -window_len, -window_len + 1, ..., which leave
-    steps = torch.arange(seq_len, device=begun.device)
-    length = position.new_full(position.shape, seq_len) if layout.length is None else layout.length
+def find_evictions(
+    state: AttentionState, packing: Packing | None, seq_len: int, n_blocks: int
+) -> Eviction:
+    """Return the evictions of a segment of n_blocks blocks: its first tokens follow the window."""
+    window_len, n_query = state.k.shape[-2], seq_len // n_blocks
+    if packing is None:
+        later = state.window_valid.new_ones(state.position.shape[0], seq_len)
+        counted = torch.cat([state.window_valid, later], dim=-1)[:, :seq_len]
+        return Eviction(counted.unflatten(-1, (n_blocks, n_query)))
 
-    # A cache serves one document: that of the last token to leave with the block.
+    position = state.position
+    starts = torch.cat([-position.unsqueeze(-1).expand(-1, window_len), packing.doc_start], dim=1)
+    starts = starts[:, :seq_len]  # of the evicted tokens, at -window_len, -window_len + 1, ...
+    steps = torch.arange(seq_len, device=starts.device)
+    length = packing.length
+    if length is None:
+        length = position.new_full(position.shape, seq_len)
+
+    # A cache holds one document: that of the last token evicted with the block.
     first = steps[::n_query]  # [r]
     last = torch.minimum(first + n_query, length.unsqueeze(-1)) - 1
-    begun_last = begun.gather(1, last.clamp(min=0))  # [b, r]
-    counted = (begun <= steps - window_len) & (steps < length.unsqueeze(-1))
+    start_of_last = starts.gather(1, last.clamp(min=0))  # [b, r]
+    counted = (starts <= steps - window_len) & (steps < length.unsqueeze(-1))
     counted = counted.unflatten(1, (n_blocks, n_query))
-    counted = counted & (begun.unflatten(1, (n_blocks, n_query)) == begun_last.unsqueeze(-1))
-    carry = (begun_last < first - window_len) | (last < first)
-    goes_on = layout.last_start(position) < length - window_len
-    return Eviction(counted, carry, goes_on)
+    same = starts.unflatten(1, (n_blocks, n_query)) == start_of_last.unsqueeze(-1)
+    carry = (start_of_last < first - window_len) | (last < first)
+    kept = packing.last_start(position) < length - window_len
+    return Eviction(counted & same, carry.to(torch.int64), kept.to(torch.int64))
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """What each query may see. local: [b, r, i, j] of window and block, cache: [b, r, i]."""
+    """What each query may attend to. local: [b, r, i, j] window and block, cache: [b, r, i]."""
 
     local: Tensor
     cache: Tensor
 
 
-def visible_keys(layout: Packing, window_len: int, n_blocks: int) -> Visibility:
-    """Nothing before the query's own document."""
-    doc_start = layout.doc_start.unflatten(1, (n_blocks, -1))
+def visible_keys(packing: Packing, window_len: int, n_blocks: int) -> Visibility:
+    """Return the visibility of documents: a query sees nothing before its own document."""
+    doc_start = packing.doc_start.unflatten(1, (n_blocks, -1))
     n_query = doc_start.shape[-1]
     steps = torch.arange(window_len + n_query, device=doc_start.device)
     first = torch.arange(n_blocks, device=doc_start.device) * n_query - window_len
@@ -134,9 +150,9 @@ def read_packing(
     valid: Tensor | None = None,
     document_ids: Tensor | None = None,
 ) -> Packing | None:
-    """The layout of the next segment, or None if it is plain: no padding, no documents.
+    """Return the packing of the next segment, or None without padding and documents.
 
-    A document of which the state has seen the beginning goes on if the segment begins with its id.
+    The current document of the state continues if the segment starts with its id.
     """
     if valid is None and document_ids is None:
         return None
@@ -153,7 +169,7 @@ def read_packing(
     ids = Packing(before.expand(-1, seq_len), length, order).gather(document_ids)
     first = ids[:, 0] if state.document is None else state.document
     last = ids[:, -1]
-    if length is not None:  # padding goes on with the last document
+    if length is not None:  # padding continues the last document
         last = ids.gather(1, (length - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
         last = torch.where(length > 0, last, first)
         ids = torch.where(steps < length.unsqueeze(-1), ids, last.unsqueeze(-1))
@@ -167,21 +183,21 @@ def read_packing(
 def check_ragged(
     state: AttentionState, seq_len: int, valid: Tensor | None, document_ids: Tensor | None
 ) -> None:
-    """Refuse what is malformed, ambiguous or contradictory with one clear ValueError."""
+    """Raise ValueError if valid or document_ids have the wrong shape or type."""
     shape = (state.position.shape[0], seq_len)
     for name, x in (("valid", valid), ("document_ids", document_ids)):
         if x is not None and tuple(x.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, want {shape} as the tokens have")
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, want {shape} like the tokens")
     if valid is not None and valid.dtype != torch.bool:
-        raise ValueError(f"valid is {valid.dtype}, want torch.bool: True where a token counts")
+        raise ValueError(f"valid is {valid.dtype}, want torch.bool: False for padding")
     if document_ids is None:
         return
     if document_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"document_ids are {document_ids.dtype}, want whole numbers (torch.int64)")
+        raise ValueError(f"document_ids are {document_ids.dtype}, want integers (torch.int64)")
 
 
 def _check_documents(state: AttentionState, ids: Tensor) -> None:
-    """Look at the values; not when compiling, where that would break the graph.
+    """Check the values; not while compiling, where reading them would break the graph.
 
     ids: [b, 1 + t], the document before the segment and then those of its tokens.
     """
@@ -190,8 +206,8 @@ def _check_documents(state: AttentionState, ids: Tensor) -> None:
     has_past = state.position > 0
     if state.document is None and has_past.any():
         raise ValueError(
-            "the state has seen tokens without document_ids, so it is not known whether its "
-            "document goes on; give document_ids from the start, or begin anew with state.reset"
+            "the state has seen tokens without document_ids, so it is unknown whether its document "
+            "continues; pass document_ids from the start, or start over with state.reset"
         )
     before = torch.where(has_past, ids[:, 0], ids[:, 1])  # an empty row has no document yet
     ids = torch.cat([before.unsqueeze(-1), ids[:, 1:]], dim=1)
@@ -203,29 +219,29 @@ def _check_documents(state: AttentionState, ids: Tensor) -> None:
     if (n_documents != n_changes).any():
         row = int((n_documents != n_changes).nonzero()[0])
         raise ValueError(
-            f"a document id comes back in row {row} after another document; a document is one "
-            "stretch of tokens, give each an id of its own"
+            f"a document id reappears in row {row} after another document; the tokens of a "
+            "document must be consecutive, use a new id for each document"
         )
 
 
 def document_ids_from_starts(starts: Tensor, document: Tensor | None = None) -> Tensor:
-    """Document ids for rows given by where documents start. starts: [b, t] of bool.
+    """Return document ids for rows given by start flags. starts: [b, t] of bool.
 
-    document: [b], `state.document` of the segment before, which goes on until the first start.
+    document: [b], `state.document` of the previous segment; it continues until the first start.
     """
     ids = starts.cumsum(dim=1)
     return ids if document is None else ids + document.unsqueeze(-1)
 
 
-def next_position(position: Tensor, seq_len: int, layout: Packing | None) -> Tensor:
-    """How far into its document each row stands after the segment: [b]."""
-    if layout is None:
+def next_position(position: Tensor, seq_len: int, packing: Packing | None) -> Tensor:
+    """Return the position of each row in its document after the segment: [b]."""
+    if packing is None:
         return position + seq_len
-    return layout.n_tokens() - layout.last_start(position)
+    return packing.n_tokens() - packing.last_start(position)
 
 
 def newest(window: Tensor, segment: Tensor, n: int, length: Tensor | None, dim: int) -> Tensor:
-    """The n newest tokens of window and segment, of which `length` tokens per row count.
+    """Return the n newest tokens of window and segment, of which `length` per row are valid.
 
     window: [b, h, w] or [b, h, w, x], segment alike; dim: the axis of tokens, negative.
     """
@@ -233,7 +249,7 @@ def newest(window: Tensor, segment: Tensor, n: int, length: Tensor | None, dim: 
     seq_len = segment.shape[dim]
     if length is None:
         if seq_len >= n:
-            # A copy: a view would keep the whole segment in memory for as long as the state lives.
+            # A copy: a view would keep the segment in memory as long as the state exists.
             return segment.narrow(dim, seq_len - n, n).clone()
         n_kept = n - seq_len
         return torch.cat([window.narrow(dim, window.shape[dim] - n_kept, n_kept), segment], dim=dim)

@@ -1,7 +1,7 @@
-"""What the cache held before each block: an exclusive prefix of `CacheStats` under `merge`.
+"""The cache before each block: an exclusive prefix of `CacheStats` under `merge`.
 
-The three cross-block reductions of the paper (Codes 2-4) are three ways to compute it; they agree
-up to rounding. `blocks` has the block axis at mean: [b, h, r, s, v]; `initial` is what came before.
+The paper's three cross-block reductions (Codes 2-4) are three ways to compute it; they agree up to
+rounding. `blocks` has a block axis, mean: [b, h, r, s, v]; `initial` is the cache before them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REDUCTIONS = ("serial", "matmul", "associative")
 def exclusive_prefix(
     blocks: CacheStats, initial: CacheStats, reduction: str = "auto"
 ) -> tuple[CacheStats, CacheStats]:
-    """Cache before each block, and cache after the last one.
+    """Return the cache before each block, and the cache after the last one.
 
     Returns prefix with mean: [b, h, r, s, v] and total with mean: [b, h, s, v].
     """
@@ -42,8 +42,8 @@ def exclusive_prefix(
 
 
 def _serial(blocks: CacheStats, initial: CacheStats) -> tuple[CacheStats, CacheStats]:
-    """A fold, block after block (Code 2)."""
-    # unbind, because the gradient of an index would be a whole tensor of zeros for every block
+    """Fold, block by block (Code 2)."""
+    # unbind, because the gradient of indexing is a full tensor of zeros for every block
     means, counts = blocks.mean.unbind(-3), blocks.count.unbind(-2)
     carries = [None] * len(means) if blocks.carry is None else blocks.carry.unbind(-1)
     running = [initial]
@@ -57,9 +57,12 @@ def _serial(blocks: CacheStats, initial: CacheStats) -> tuple[CacheStats, CacheS
 
 
 def _matmul(chain: CacheStats) -> CacheStats:
-    """The closed form: a lower-triangular matrix of count fractions times the means (Code 3)."""
+    """Multiply the means by a lower-triangular matrix of count fractions (Code 3).
+
+    The closed form of all merges at once, and the only place besides `merge` that weights means.
+    """
     n = chain.count.shape[-2]
-    # reaches[r, g]: block g counts for what was seen up to block r
+    # reaches[r, g]: block g is part of the prefix that ends with block r
     reaches = chain.count.new_ones(n, n).tril()
     if chain.carry is not None:
         document = (1 - chain.carry).cumsum(-1)
@@ -73,7 +76,7 @@ def _matmul(chain: CacheStats) -> CacheStats:
 
 
 def _associative(chain: CacheStats) -> CacheStats:
-    """A tree of merges of depth log2(r) (Code 4): prefixes of the pairs, then those in between."""
+    """Merge in a tree of depth log2(r) (Code 4): prefixes of pairs, then those in between."""
     n_blocks = chain.count.shape[-2]
     if n_blocks == 1:
         return chain
@@ -88,7 +91,7 @@ def _associative(chain: CacheStats) -> CacheStats:
 
 
 def _interleave(even: Tensor, odd: Tensor, dim: int) -> Tensor:
-    """even[0], odd[0], even[1], ... along a negative `dim`; `even` may be one longer."""
+    """Return even[0], odd[0], even[1], ... along a negative `dim`; `even` may be one longer."""
     n = odd.shape[dim]
     both = torch.stack([even.narrow(dim, 0, n), odd], dim=dim).flatten(dim - 1, dim)
     rest = even.narrow(dim, n, even.shape[dim] - n)

@@ -1,4 +1,4 @@
-"""Checks at the boundary of the ops, in the letters of the einsums."""
+"""Shape checks for public ops, in the letters of the einsums."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def check_shapes(**tensors: tuple[Tensor, str]) -> None:
-    """Each tensor has one axis per letter, and a letter has one size everywhere.
+    """Check that tensors have one axis per letter, and each letter the same size everywhere.
 
-    check_shapes(q=(q, "bhgtk"), z=(z, "bht")); raises ValueError with both shapes.
+    check_shapes(q=(q, "bhgtk"), z=(z, "bht")) raises ValueError with both shapes.
     """
     sizes: dict[str, int] = {}
     for name, (tensor, letters) in tensors.items():

@@ -1,8 +1,7 @@
-"""What attention carries from one segment of a sequence to the next.
+"""The state that attention carries from one segment of a sequence to the next.
 
-The last L tokens are kept as they are (the window), everything older in the cache. Full attention
-is the same thing with a window that grows and no cache. Rows are independent of each other and may
-stand at different positions.
+The window holds the last L tokens uncompressed, the cache everything older. Full attention has a
+window that grows, and no cache. Rows are independent and may be at different positions.
 """
 
 from __future__ import annotations
@@ -18,31 +17,35 @@ from transformer_vq.ops.cache import CacheStats
 
 
 class RowState:
-    """What can be done to any state. Its tensors have the batch first; all zeros means empty."""
+    """Operations on any state: tensors with the batch first, where all zeros is an empty state."""
 
     def detach(self) -> Self:
-        """The same values without a gradient: the cut between windows of truncated BPTT."""
-        return _map(Tensor.detach, self)
+        """Return the same values without gradients, as between windows of truncated BPTT."""
+        detached: Self = _map(Tensor.detach, self)
+        return detached
 
     def select(self, rows: Tensor) -> Self:
-        """The given rows, in that order; a row may be repeated. rows: [n] of int64."""
-        return _map(lambda x: x.index_select(0, rows), self, only_rows=True)
+        """Return the given rows in that order; a row may be repeated. rows: [n] of int64."""
+        selected: Self = _map(lambda x: x.index_select(0, rows), self, only_rows=True)
+        return selected
 
     def reset(self, rows: Tensor) -> Self:
-        """Empty the rows where `rows` is True: a new sequence begins there. rows: [b] of bool."""
+        """Return a state whose selected rows are empty, for new sequences. rows: [b] of bool."""
 
         def clear(x: Tensor) -> Tensor:
             return torch.where(rows.view(-1, *[1] * (x.ndim - 1)), torch.zeros_like(x), x)
 
-        return _map(clear, self, only_rows=True)
+        cleared: Self = _map(clear, self, only_rows=True)
+        return cleared
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Every tensor moved or cast as by `Tensor.to`; meant for moving to another device."""
-        return _map(lambda x: x.to(*args, **kwargs), self)
+        """Move all tensors to another device, with the arguments of `Tensor.to`."""
+        moved: Self = _map(lambda x: x.to(*args, **kwargs), self)
+        return moved
 
     @property
     def n_bytes(self) -> int:
-        """Memory that all tensors of the state take."""
+        """Size of all tensors in bytes."""
         return sum(x.numel() * x.element_size() for x in _tensors(self))
 
 
@@ -50,9 +53,9 @@ class RowState:
 class AttentionState(RowState):
     """k: [b, h, L, k], v: [b, h, L, v], position: [b]; for VQ also z: [b, h, L] and the cache.
 
-    k holds quantized keys for VQ attention. `position` is the number of tokens of its document that
-    a row has seen. The newest token stands last in the window; slots that were never filled, or
-    that belong to an earlier document, come first.
+    For VQ attention k holds quantized keys. `position` is the number of tokens of the current
+    document that a row has seen. The newest token is the last in the window; slots that are empty
+    or belong to an earlier document come first.
     """
 
     k: Tensor
@@ -61,9 +64,9 @@ class AttentionState(RowState):
     z: Tensor | None = None
     cache: CacheStats | None = None
     document: Tensor | None = None
-    """Id of the document in which each row stands, [b]; None if no ids were ever given."""
+    """Id of the current document of each row, [b]; None if no ids were given."""
     sinusoid_mask: Tensor | None = field(default=None, metadata={"shared_by_rows": True})
-    """Dropout on the sinusoids, [d, d_model]: drawn once and kept for the whole sequence."""
+    """Dropout mask of the sinusoids, [d, d_model]: drawn once per sequence."""
 
     @classmethod
     def empty(
@@ -79,7 +82,7 @@ class AttentionState(RowState):
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
     ) -> AttentionState:
-        """A state that has seen nothing; without `n_code` one for full attention."""
+        """Return an empty state; without `n_code`, one for full attention."""
         lead = (batch_size, n_head)
         is_vq = n_code is not None
         return cls(
@@ -101,7 +104,7 @@ class AttentionState(RowState):
 
 
 def _map(fn: Callable[[Tensor], Tensor], tree: Any, only_rows: bool = False) -> Any:
-    """Apply `fn` to all tensors in nested dataclasses and tuples, or only to those with rows."""
+    """Apply `fn` to all tensors in nested dataclasses and tuples, or only to those with a batch."""
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, tuple):

@@ -1,4 +1,4 @@
-"""How the fast form of the attention goes through blocks: tiles of queries, and what they see."""
+"""Tiles of queries for the fused attention, and their scores."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ from torch import Tensor
 
 from transformer_vq.ops.cache import accumulation_dtype
 
-ROWS = 256  # queries of a tile on a processor: their scores stay in its cache
+ROWS = 256  # queries per tile on a CPU, so that their scores stay in its caches
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """What has no gradient. B stands for b * h, n for blocks, i for the queries of a block.
+    """Everything that has no gradient. B is b * h, n counts blocks, i the queries of a block.
 
-    codebook: [B, s, k], count: [B, s] (s = 0 without a cache), codes: [B, n, i] of the tokens that
-    are evicted with a block, counted: [B, n, i] False for those that do not count, window_valid:
-    [B, L], and for documents carry: [B, n] 0 where the cache begins anew,
-    hidden_local: [B, n, i, L + i] and hidden_cache: [B, n, i] what a query may not see.
+    codebook: [B, s, k], count: [B, s] (s = 0 without a cache), codes: [B, n, i] of the tokens
+    evicted with a block, counted: [B, n, i] False for those that do not count, window_valid:
+    [B, L]. For documents also carry: [B, n], 0 where the cache starts over, masked_local:
+    [B, n, i, L + i] and masked_cache: [B, n, i], True for what a query must not attend to.
     """
 
     n_blocks: int
     n_empty: int
-    """Blocks at the start for which the cache is known to be empty; the first has no window then
-    either."""
+    """Number of first blocks with an empty cache; the first of them also has an empty window."""
     grad_through_cache: bool
     keep: bool
     codebook: Tensor
@@ -34,53 +33,53 @@ class Blocks:
     window_valid: Tensor
     counted: Tensor
     carry: Tensor | None
-    hidden_local: Tensor | None
-    hidden_cache: Tensor | None
+    masked_local: Tensor | None
+    masked_cache: Tensor | None
 
     def n_code(self, block: int) -> int:
-        """Columns of scores that a block has for the cache."""
+        """Return the number of score columns for the cache."""
         return 0 if block < self.n_empty else self.count.shape[-1]
 
     def first_key(self, block: int, window_len: int) -> int:
-        """The first of the keys before and in a block that can be seen at all."""
+        """Return the index of the first visible key in the previous block and the block itself."""
         return window_len if block == 0 and self.n_empty > 0 else 0
 
     def rows(self, block: int) -> Tensor:
-        """Rows of the flattened cache, [B * s, ...], of the tokens evicted with a block: [B, i]."""
+        """Return the rows in the flattened cache, [B * s, ...], of the evicted tokens: [B, i]."""
         n_heads, n_code = self.count.shape
         first = n_code * torch.arange(n_heads, device=self.codes.device).unsqueeze(-1)
         return self.codes[:, block] + first
 
-    def some_left_out(self, block: int) -> bool:
-        """Whether tokens that leave with a block may not count: empty slots, other documents."""
+    def has_uncounted(self, block: int) -> bool:
+        """Return whether evicted tokens may not count: empty slots, other documents."""
         return block == 0 or self.carry is not None
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Some queries of a block; they see n_local keys of the window before it and of the block."""
+    """Consecutive queries of a block, which attend to n_local keys of the window and the block."""
 
     block: int
     first: int
-    """The first of these queries in its block."""
+    """Index of the first query in its block."""
     queries: slice
-    """Their places in the segment."""
+    """Indices of the queries in the segment."""
     n_group: int
     window_len: int
 
     @property
     def n_rows(self) -> int:
-        return self.queries.stop - self.queries.start
+        return int(self.queries.stop - self.queries.start)
 
     @property
     def n_local(self) -> int:
         return self.window_len + self.first + self.n_rows
 
     def by_distance(self, scores: Tensor, n_code: int) -> Tensor:
-        """The same memory seen as scores of distances L, ..., 0: [B, g, rows, L + 1].
+        """Return a view of the scores by distance L, ..., 0: [B, g, rows, L + 1].
 
         Query i of a block is at distance L from key i of the window and the block, so each row
-        begins one key later than the row before.
+        starts one key later than the previous one.
         """
         n_keys = scores.shape[-1]
         return scores.as_strided(
@@ -91,10 +90,11 @@ class Tile:
 
 
 def tiles(q: Tensor, window: Tensor, block: int) -> list[Tile]:
+    """Return the tiles of a block."""
     _, n_group, seq_len, _ = q.shape
     window_len = window.shape[1]
     start, stop = block * window_len, min((block + 1) * window_len, seq_len)
-    rows = ROWS if q.device.type == "cpu" else window_len  # elsewhere fewer, larger products
+    rows = ROWS if q.device.type == "cpu" else window_len  # on GPUs fewer, larger products
     return [
         Tile(block, i - start, slice(i, min(i + rows, stop)), n_group, window_len)
         for i in range(start, stop, rows)
@@ -102,30 +102,39 @@ def tiles(q: Tensor, window: Tensor, block: int) -> list[Tile]:
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a b, [B, i, j] and [B, j, k] -> [B, i, k].
+    """Return a b: [B, i, j] and [B, j, k] -> [B, i, k].
 
-    A batch of one goes as a matrix: in bf16 on a processor, batches copy what is transposed.
+    A batch of one is a matrix product: in bf16 on a CPU, `bmm` copies transposed operands.
     """
     if a.shape[0] > 1:
         return torch.bmm(a, b, out=out)
     return torch.mm(a[0], b[0], out=None if out is None else out[0]).unsqueeze(0)
 
 
-def tile_weights(
-    tile: Tile, q: Tensor, k_local: Tensor, by_distance: Tensor, count: Tensor, blocks: Blocks
+def tile_scores(
+    tile: Tile,
+    q: Tensor,
+    k_local: Tensor,
+    by_distance: Tensor | None,
+    count: Tensor,
+    blocks: Blocks,
 ) -> Tensor:
-    """Softmax over cache, window and block, up to the last query's own key: [B, g * rows, keys]."""
+    """Return scores of cache, window and block, up to the last query's own key.
+
+    [B, g * rows, keys], -inf for keys that a query must not attend to.
+    """
     n_code, window_len = blocks.n_code(tile.block), tile.window_len
     q = q[:, :, tile.queries].flatten(1, 2)
     scores = q.new_empty(*q.shape[:2], n_code + tile.n_local)
     first_key = blocks.first_key(tile.block, window_len)
-    # What no key is multiplied for is masked below, whatever it was.
+    # Columns before first_key stay uninitialized; they are masked below.
     local = scores[..., n_code + first_key :]
     product(q, k_local[:, first_key : tile.n_local].mT, out=local)
     if n_code > 0:
         product(q, blocks.codebook.mT, out=scores[..., :n_code])
     scores = scores.to(accumulation_dtype(scores.dtype))
-    tile.by_distance(scores, n_code).add_(by_distance[:, :, tile.queries])
+    if by_distance is not None:
+        tile.by_distance(scores, n_code).add_(by_distance[:, :, tile.queries])
 
     by_query = scores.view(q.shape[0], tile.n_group, tile.n_rows, -1)
     future = torch.ones(tile.n_rows, tile.n_rows, dtype=torch.bool, device=q.device).triu(1)
@@ -133,16 +142,16 @@ def tile_weights(
     if n_code > 0:
         log_count = count.clamp(min=1).to(scores.dtype).log()
         scores[..., :n_code] += torch.where(count > 0, log_count, -torch.inf).unsqueeze(1)
-    if count.shape[-1] == 0:  # without a cache nothing is seen beyond distance L
+    if count.shape[-1] == 0:  # without a cache, attention ends at distance L
         far = torch.ones(tile.n_rows, window_len, dtype=torch.bool, device=q.device)
         by_query[..., :window_len].masked_fill_(far.tril(tile.first - 1), -torch.inf)
     if tile.block == 0:
         empty = ~blocks.window_valid[:, None, None]
         by_query[..., n_code : n_code + window_len].masked_fill_(empty, -torch.inf)
-    if blocks.hidden_local is not None and blocks.hidden_cache is not None:
+    if blocks.masked_local is not None and blocks.masked_cache is not None:
         rows = slice(tile.first, tile.first + tile.n_rows)
-        hidden = blocks.hidden_local[:, tile.block, None, rows, : tile.n_local]
-        by_query[..., n_code:].masked_fill_(hidden, -torch.inf)
-        hidden = blocks.hidden_cache[:, tile.block, None, rows, None]
-        by_query[..., :n_code].masked_fill_(hidden, -torch.inf)
-    return scores.softmax(dim=-1)
+        masked = blocks.masked_local[:, tile.block, None, rows, : tile.n_local]
+        by_query[..., n_code:].masked_fill_(masked, -torch.inf)
+        masked = blocks.masked_cache[:, tile.block, None, rows, None]
+        by_query[..., :n_code].masked_fill_(masked, -torch.inf)
+    return scores

@@ -1,1 +1,1 @@
-"""Many processes: who has which part of the work, and what they tell each other."""
+"""Parallel training: the process mesh, and how each rank shares in a training step."""

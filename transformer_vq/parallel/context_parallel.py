@@ -1,10 +1,10 @@
-"""Context parallel: one sequence over many processes, each working on a stretch of it.
+"""Context parallelism: each rank processes a shard of every sequence.
 
-The laws of the model make it cheap. What a stretch needs to know of all that came before it is a
-state of constant size, so per layer two things cross between processes, whatever the length: the
-last L tokens go to the next process, and the cache statistics of the stretches go through an
-exclusive scan under the one `merge`. The scan is that of Hillis and Steele: in each of log2(n)
-rounds everybody sends one summary 1, 2, 4, ... places up. Gradients go back the same way.
+A shard depends on all earlier tokens only through a state of constant size. So per layer, ranks
+exchange two things whatever the length: the last L tokens go to the next rank, and the cache
+statistics of the shards go through an exclusive scan under `merge`. The scan is that of Hillis and
+Steele: in each of log2(n) rounds, every rank sends one message 1, 2, 4, ... ranks up. Gradients
+travel the same way back.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.cache import CacheStats, block_stats, merge
-from transformer_vq.ops.ragged import Packing, find_evictions, next_position, read_packing
+from transformer_vq.ops.inputs import AttentionInputs
+from transformer_vq.ops.ragged import find_evictions, next_position, read_packing
 from transformer_vq.ops.state import AttentionState
 
 
 class Exchange:
-    """What a layer asks for the state before its stretch; `sent` counts bytes for measurements."""
+    """Computes the state before this rank's shard; `sent` counts bytes for measurements."""
 
     def __init__(self, group: dist.ProcessGroup, grad_through_cache: bool = True) -> None:
         self.group = group
@@ -35,19 +36,18 @@ class Exchange:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.sent = 0
 
-    def __call__(
-        self, k_hat: Tensor, z: Tensor, v: Tensor, state: AttentionState, layout: Packing | None
-    ) -> AttentionState:
-        """The state after everything that lower processes have.
+    def __call__(self, inputs: AttentionInputs, state: AttentionState) -> AttentionState:
+        """Return the state after all tokens of lower ranks.
 
-        k_hat: [b, h, t, k], z: [b, h, t] and v: [b, h, t, v] of this stretch. state: on the first
-        process what was carried from the window before, elsewhere only its position counts.
+        inputs: of this rank's shard. state: on rank 0 the state carried from the previous window;
+        on other ranks only its position is used.
         """
+        k_hat, z, v = inputs.k_hat, inputs.z, inputs.v
         window_len = state.k.shape[-2]
         packed = torch.cat([k_hat, v], dim=-1)[..., -window_len:, :]
         k_in, v_in = self._shift(packed, 1).split([k_hat.shape[-1], v.shape[-1]], dim=-1)
         z_in = self.send(z[..., -window_len:], 1)
-        # A choice by value: also the first process must take part in the backward pass.
+        # Selected by value, because rank 0 must take part in the backward pass too.
         is_rank_zero = torch.tensor(self.rank == 0, device=v.device)
         assert state.z is not None
         state = replace(
@@ -58,7 +58,7 @@ class Exchange:
         )
         if state.cache is None:
             return state
-        own = self._leaving(z, v, state, layout)
+        own = self._evicted(inputs, state)
         below = self._scan(merge(state.cache, own) if self.rank == 0 else own)
         return replace(
             state,
@@ -68,30 +68,24 @@ class Exchange:
             ),
         )
 
-    def _leaving(
-        self, z: Tensor, v: Tensor, state: AttentionState, layout: Packing | None
-    ) -> CacheStats:
-        """What moves from the window into the cache while this stretch is worked on."""
+    def _evicted(self, inputs: AttentionInputs, state: AttentionState) -> CacheStats:
+        """Return the statistics of the tokens evicted to the cache within this shard."""
         assert state.z is not None
         assert state.cache is not None
-        seq_len, window_len = v.shape[-2], state.k.shape[-2]
-        z_all = torch.cat([state.z, z], dim=-1)[..., :seq_len]
-        v_all = torch.cat([state.v, v], dim=-2)[..., :seq_len, :]
-        later = state.window_valid.new_ones(v.shape[0], seq_len - window_len)
-        counted = torch.cat([state.window_valid, later], dim=-1)
-        goes_on = carry = state.cache.count.new_ones(v.shape[0], 1)
-        if layout is not None:
-            leaving = find_evictions(layout, state.position, window_len, n_blocks=1)
-            counted = leaving.counted.squeeze(1)
-            goes_on = leaving.goes_on.to(carry.dtype).unsqueeze(-1)
-            carry = leaving.carry.to(carry.dtype) * goes_on
-        n_code = state.cache.count.shape[-1]
-        v_all = v_all if self.grad_through_cache else v_all.detach()
-        stats = block_stats(z_all, v_all, n_code, counted.unsqueeze(1))
-        return CacheStats(stats.mean, stats.count * goes_on.unsqueeze(-1), carry)
+        seq_len = inputs.seq_len
+        z = torch.cat([state.z, inputs.z], dim=-1)[..., :seq_len]
+        v = torch.cat([state.v, inputs.v], dim=-2)[..., :seq_len, :]
+        evicted = find_evictions(state, inputs.packing, seq_len, n_blocks=1)
+        kept = carry = state.cache.count.new_ones(v.shape[0], 1)
+        if evicted.kept is not None and evicted.carry is not None:
+            kept = evicted.kept.unsqueeze(-1)
+            carry = evicted.carry * kept
+        v = v if self.grad_through_cache else v.detach()
+        stats = block_stats(z, v, state.cache.count.shape[-1], evicted.counted)
+        return CacheStats(stats.mean, stats.count * kept.unsqueeze(-1), carry)
 
     def _scan(self, own: CacheStats) -> CacheStats:
-        """The merge of what all lower processes have; nothing, on the first one."""
+        """Return the merged statistics of all lower ranks; empty on rank 0."""
         below, distance = self._shift_stats(own, 1), 1
         while distance < self.size:
             below = merge(self._shift_stats(below, distance), below)
@@ -99,18 +93,18 @@ class Exchange:
         return below
 
     def _shift_stats(self, stats: CacheStats, distance: int) -> CacheStats:
-        """Means in one message, integers in another. Ranks below the first send zeros: empty."""
+        """Send means and integers in two messages; a missing peer counts as empty (zeros)."""
         assert stats.carry is not None
         carry = stats.carry.unsqueeze(-1).expand(*stats.count.shape[:-1], 1)
         integers = self.send(torch.cat([stats.count, carry], dim=-1), distance)
         return CacheStats(self._shift(stats.mean, distance), integers[..., :-1], integers[..., -1])
 
     def _shift(self, x: Tensor, distance: int) -> Tensor:
-        received: Tensor = _Shift.apply(x, distance, self)
+        received: Tensor = _Shift.apply(x, distance, self)  # type: ignore[no-untyped-call]
         return received
 
     def send(self, x: Tensor, distance: int) -> Tensor:
-        """Give x to the process `distance` above, return that of the one below; zeros if none."""
+        """Send x to the rank `distance` above; return that of the rank below, zeros if none."""
         x = x.contiguous()
         received = torch.zeros_like(x)
         operations = []
@@ -128,7 +122,7 @@ class Exchange:
 
 
 class _Shift(torch.autograd.Function):
-    """`Exchange.send` up; the gradient is sent down."""
+    """Send up; send the gradient down."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, distance: int, exchange: Exchange) -> Tensor:
@@ -141,40 +135,40 @@ class _Shift(torch.autograd.Function):
 
 
 def exchange_states(model: TransformerVQ, group: dist.ProcessGroup) -> None:
-    """From here on, training works on sequences that lie stretch by stretch on the processes."""
+    """Make training treat each batch as this rank's shard of its sequences."""
     for branch in model.branches:
         if isinstance(branch, VQAttention):
-            branch.exchange = Exchange(group, branch.grad_through_cache)
+            branch.exchange = Exchange(group, branch.config.grad_through_cache)
 
 
-def own_stretch(batch: Batch, state: ModelState, rank: int, size: int) -> tuple[Batch, ModelState]:
-    """The part of a window that is worked on here, and where its rows stand before it."""
+def own_shard(batch: Batch, state: ModelState, rank: int, size: int) -> tuple[Batch, ModelState]:
+    """Return this rank's shard of a window, and the state with the positions before it."""
     if size == 1:
         return batch, state
     length = batch.tokens.shape[1] // size
     start = rank * length
     if batch.valid is not None and bool((batch.valid[:, 1:] > batch.valid[:, :-1]).any()):
-        raise UserError("context parallel: padding must stand at the end of rows")
+        raise UserError("parallel.cp: padding must be at the end of rows")
     before = batch.map(lambda x: x[:, :start])
     return batch.map(lambda x: x[:, start : start + length]), after_tokens(state, before)
 
 
 def after_tokens(state: ModelState, batch: Batch) -> ModelState:
-    """Position and document after some tokens; windows and caches are left as they are."""
+    """Return the state with position and document after some tokens; nothing else changes."""
     n, first = batch.tokens.shape[1], state.layers[0]
     if n == 0:
         return state
-    layout = read_packing(first, n, batch.valid, batch.document_ids)
-    position = next_position(first.position, n, layout)
-    document = first.document if layout is None else layout.document
+    packing = read_packing(first, n, batch.valid, batch.document_ids)
+    position = next_position(first.position, n, packing)
+    document = first.document if packing is None else packing.document
     layers = (replace(layer, position=position, document=document) for layer in state.layers)
     return replace(state, layers=tuple(layers))
 
 
-def carry_around(state: ModelState, group: dist.ProcessGroup) -> ModelState:
-    """Windows and caches after the last stretch, brought to the first process for what follows.
+def pass_to_first_rank(state: ModelState, group: dist.ProcessGroup) -> ModelState:
+    """Send the windows and caches of the last rank to rank 0, for the next window.
 
-    Elsewhere they stay what they were: there nobody looks at them.
+    On other ranks they stay as they are, because they are not used there.
     """
     rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
     if rank not in (0, last):

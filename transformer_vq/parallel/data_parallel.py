@@ -1,8 +1,8 @@
-"""Data parallel: every process has its own sequences, and gradients are summed.
+"""Data parallelism: every rank processes its own sequences, and gradients are summed.
 
-Either each process has the whole model (DDP), or its tensors are divided among processes and
-gathered branch by branch when they are needed (FSDP2). Codebooks are buffers: their statistics are
-summed once per update, and so they stay the same everywhere.
+Each rank has a full copy of the model (DDP), or its tensors are sharded across ranks and gathered
+branch by branch when they are needed (FSDP2). Codebooks are buffers: their statistics are summed
+once per step, so all ranks update them identically.
 """
 
 from __future__ import annotations
@@ -17,52 +17,51 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from transformer_vq.config import RunConfig
-from transformer_vq.nn.heads import AttentionOutput
 from transformer_vq.nn.model import ModelOutput, TransformerVQ
+from transformer_vq.nn.projections import AttentionOutput
 from transformer_vq.nn.quantizer import CodeUsage, lowest
 from transformer_vq.parallel.world import World
 
 
 def replicate(model: TransformerVQ, world: World) -> DistributedDataParallel:
-    """A whole model on every process; gradients become means over processes."""
-    # Codebooks need no broadcast: all processes update them alike.
+    """Return the model under DDP: replicated on every rank, with gradients averaged over ranks."""
     return DistributedDataParallel(
         model,
         process_group=world.group("data"),
-        forward_sync_buffers=False,
+        forward_sync_buffers=False,  # all ranks update the codebooks identically
         gradient_as_bucket_view=True,
     )
 
 
-def shard(model: TransformerVQ, config: RunConfig, world: World) -> None:
-    """Divide weights, gradients and moments over fsdp x cp, with copies over dp; in place."""
+def shard_parameters(model: TransformerVQ, config: RunConfig, world: World) -> None:
+    """Apply FSDP2 in place: shard parameters over fsdp x cp ranks and replicate them over dp."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes a second to load
 
-    for kind in (AttentionOutput, ModelOutput):  # so that FSDP finds the tensors in them
+    for kind in (AttentionOutput, ModelOutput):  # FSDP must find the tensors in them
         if kind not in _pytree.SUPPORTED_NODES:
             _pytree.register_dataclass(kind)
-    # FSDP warns of outputs that are views, which would be a danger only if they were overwritten.
+    # FSDP warns about outputs that are views. They are safe here: nothing overwrites them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     n_copies, n_shards = world.mesh.dp, world.mesh.fsdp * world.mesh.cp
     mesh = init_device_mesh(
         world.device.type, (n_copies, n_shards), mesh_dim_names=("copies", "shards")
     )
     mesh = mesh["shards"] if n_copies == 1 else mesh
-    half = config.train.precision == "bf16"
+    is_bf16 = config.train.precision == "bf16"
     policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if half else None,
-        reduce_dtype=torch.float32 if half else None,
+        param_dtype=torch.bfloat16 if is_bf16 else None,
+        reduce_dtype=torch.float32 if is_bf16 else None,
         cast_forward_inputs=False,  # the residual stream stays float32, as under autocast
     )
     for branch in model.branches:
         fully_shard(branch, mesh=mesh, mp_policy=policy)
-    # Embeddings and head stay float32: logits are.
-    scalars = {p for p in model.parameters() if p.ndim == 0}  # which cannot be divided
+    # No policy for embeddings and head: logits are computed in float32.
+    scalars = {p for p in model.parameters() if p.ndim == 0}  # FSDP cannot shard them
     fully_shard(model, mesh=mesh, ignored_params=scalars)
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """The group of all processes, or None if this one is alone."""
+    """Return the group of all processes, or None for a single process."""
     is_single_process = (
         not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
     )
@@ -72,21 +71,21 @@ def default_group() -> dist.ProcessGroup | None:
 def total_usage(
     usages: tuple[CodeUsage, ...], group: dist.ProcessGroup | None
 ) -> tuple[CodeUsage, ...]:
-    """Add up the code usage of all processes of a group, which have different tokens.
+    """Sum the code usage over the ranks of a group, which have processed different tokens.
 
-    The result is that of one process with all tokens. One message carries all codebooks, and one
-    more the priorities of the candidates, which are those of tokens and so the same in all layers.
+    The result is that of a single process with all tokens. One all-reduce covers all codebooks.
+    Candidates need one more message: their priorities belong to tokens, so all layers share them.
     """
     if group is None or not usages:
         return usages
     priority = usages[0].priority
     if priority is not None:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        everywhere = [torch.empty_like(priority) for _ in range(size)]
-        dist.all_gather(everywhere, priority.contiguous(), group=group)
+        priorities = [torch.empty_like(priority) for _ in range(size)]
+        dist.all_gather(priorities, priority.contiguous(), group=group)
         n_code = len(priority)
-        priority, order = lowest(torch.cat(everywhere), n_code)
-        # Each process fills the slots whose candidates it has; the others add zeros.
+        priority, order = lowest(torch.cat(priorities), n_code)
+        # Each rank fills the slots of its own candidates; the other ranks add zeros.
         is_own = (order // n_code == rank).unsqueeze(-1)
         usages = tuple(
             replace(usage, candidates=usage.candidates[:, order % n_code] * is_own)

@@ -1,8 +1,10 @@
-"""Random numbers of many processes: they follow from the seed, the update and the layout alone.
+"""RNG streams of the ranks, determined by the seed, the step and the mesh.
 
-Three streams, because masks differ in who must agree on them. Dropout on the sinusoids is the same
-for all processes, so that a checkpoint holds it once; LayerDrop is drawn per sequence, so alike on
-processes that share a sequence; residual dropout is fresh for every token.
+There are three streams, because ranks must agree on some dropout masks but not on others:
+
+- `sinusoids`: dropout on the sinusoids, the same on all ranks; a checkpoint stores one mask.
+- `rows`: LayerDrop, drawn per sequence; the same on ranks that share a sequence.
+- `tokens`: residual dropout, drawn per token; different on every rank but those along tp.
 """
 
 from __future__ import annotations
@@ -18,12 +20,16 @@ from transformer_vq.parallel.world import World
 
 
 class RNGStreams:
-    """Changes between the streams as the model goes from LayerDrop to branches and dropout."""
+    """Switches the RNG state between streams during the forward pass, by hooks on the branches.
+
+    The model draws LayerDrop masks before the first branch, sinusoid masks in a branch and residual
+    dropout after it.
+    """
 
     def __init__(self, model: TransformerVQ, world: World, seed: int) -> None:
         self.device = world.device
         self.seed = seed
-        self.own = {
+        self.stream_keys = {
             "sinusoids": (0, 0, 0),
             "rows": (1, world.rank("rows"), 0),
             "tokens": (2, world.rank("rows"), world.rank("cp")),
@@ -34,10 +40,10 @@ class RNGStreams:
             branch.register_forward_pre_hook(self._enter_branch)
             branch.register_forward_hook(self._leave_branch)
 
-    def begin(self, update: int, part: int) -> None:
-        """Before the forward pass of one part of an update."""
-        for name, place in self.own.items():
-            sequence = np.random.SeedSequence([self.seed, update, part, *place])
+    def start(self, step: int, part: int) -> None:
+        """Seed all streams for the forward pass of one micro-batch of a step."""
+        for name, key in self.stream_keys.items():
+            sequence = np.random.SeedSequence([self.seed, step, part, *key])
             generator = torch.Generator(self.device)
             generator.manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> 1))
             self.states[name] = generator.get_state()
@@ -46,13 +52,13 @@ class RNGStreams:
 
     def _enter_branch(self, *_: Any) -> None:
         if self.states:
-            self._change("sinusoids")
+            self._switch("sinusoids")
 
     def _leave_branch(self, *_: Any) -> None:
         if self.states:
-            self._change("tokens")
+            self._switch("tokens")
 
-    def _change(self, name: str) -> None:
+    def _switch(self, name: str) -> None:
         self.states[self.current] = self._get()
         self.current = name
         self._set(self.states[name])

@@ -1,14 +1,14 @@
-"""How the work of an update is divided among processes, and its results put together again.
+"""How the ranks of a mesh share a training step, and how their results are combined.
 
-A process that is alone goes the same way, with nothing to divide. Whatever the mesh, losses,
-gradients and code usage are those that one process would get, up to rounding and dropout.
+A single process runs the same code; every split is a no-op. Losses, gradients and code usage do not
+depend on the mesh, up to rounding and dropout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,47 +18,71 @@ from transformer_vq.config import ParallelConfig, RunConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.errors import UserError
 from transformer_vq.nn.model import ModelOutput, TransformerVQ
+from transformer_vq.nn.quantizer import CodeUsage
 from transformer_vq.nn.state import ModelState
 from transformer_vq.parallel.context_parallel import (
     after_tokens,
-    carry_around,
     exchange_states,
-    own_stretch,
+    own_shard,
+    pass_to_first_rank,
 )
-from transformer_vq.parallel.data_parallel import replicate, shard
+from transformer_vq.parallel.data_parallel import replicate, shard_parameters, total_usage
 from transformer_vq.parallel.rng import RNGStreams
-from transformer_vq.parallel.tensor_parallel import STATE, check_widths, divide_widths, undivided
+from transformer_vq.parallel.tensor_parallel import (
+    STATE,
+    check_widths,
+    shard_widths,
+    unsharded_parameters,
+)
 from transformer_vq.parallel.world import World
 
 
 def check_mesh(config: RunConfig, mesh: ParallelConfig) -> None:
-    """Raises ValueError if this run cannot be divided in that way."""
+    """Raise UserError if a run cannot be trained on a mesh."""
     model, train = config.model, config.train
-    n_parts = mesh.n_rows * max(train.accumulate, 1)
-    if train.batch_size % n_parts:
+    n_parts = max(train.accumulate, 1)
+    if train.batch_size % (mesh.n_rows * n_parts):
         raise UserError(
-            f"train.batch_size={train.batch_size} cannot be divided among dp x fsdp = "
-            f"{mesh.n_rows} processes in train.accumulate={max(train.accumulate, 1)} parts; "
-            f"use a multiple of {n_parts}"
+            f"train.batch_size={train.batch_size} cannot be split across dp x fsdp = "
+            f"{mesh.n_rows} ranks with train.accumulate={n_parts}; "
+            f"use a multiple of {mesh.n_rows * n_parts}"
         )
-    if mesh.cp > 1 and model.attention == "full":
-        raise UserError("parallel.cp is for model.attention=vq: full attention keeps all keys")
-    if train.backprop_len % (mesh.cp * model.block_len) and mesh.cp > 1:
-        raise UserError(
-            f"train.backprop_len={train.backprop_len} cannot be cut into parallel.cp={mesh.cp} "
-            f"stretches of whole blocks; use a multiple of {mesh.cp * model.block_len} "
-            "(cp x model.block_len)"
-        )
+    if mesh.cp > 1:
+        if model.attention == "full":
+            raise UserError(
+                f"parallel.cp={mesh.cp} requires model.attention=vq, because full attention keeps "
+                "all keys; use model.attention=vq or parallel.cp=1"
+            )
+        if train.backprop_len % (mesh.cp * model.block_len):
+            raise UserError(
+                f"train.backprop_len={train.backprop_len} cannot be split into parallel.cp="
+                f"{mesh.cp} shards of complete blocks; use a multiple of "
+                f"{mesh.cp * model.block_len} (cp x model.block_len)"
+            )
     if mesh.tp > 1:
         check_widths(model, mesh.tp)
         if mesh.fsdp > 1:
-            raise UserError("parallel.tp and parallel.fsdp do not go together; use dp and tp")
+            raise UserError(
+                "parallel.tp and parallel.fsdp cannot be combined; use parallel.tp with parallel.dp"
+            )
     if train.compile and mesh.n_processes > 1:
-        raise UserError("train.compile works in one process only; leave it out under torchrun")
+        raise UserError("train.compile requires a single process; remove it to use torchrun")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """This rank's part of a micro-batch, with the states before it."""
+
+    window: Batch
+    """All tokens of the rows of this rank."""
+    shard: Batch
+    """The tokens that this rank processes; the window itself without context parallelism."""
+    before_window: ModelState
+    before_shard: ModelState
 
 
 class ParallelStrategy:
-    """The share of this process in the updates of a run; changes the model in place."""
+    """This rank's part in the training steps of a run; changes the model in place."""
 
     def __init__(self, model: TransformerVQ, config: RunConfig, world: World) -> None:
         mesh = world.mesh
@@ -66,7 +90,8 @@ class ParallelStrategy:
         self.model = model
         self.config = config
         self.world = world
-        self._divided = divide_widths(model, world) if mesh.tp > 1 else {}
+        self._device = next(model.parameters()).device
+        self._tp_axes = shard_widths(model, world) if mesh.tp > 1 else {}
         if mesh.cp > 1:
             exchange_states(model, world.group("cp"))
         self._streams = (
@@ -74,60 +99,89 @@ class ParallelStrategy:
         )
         self._ddp: DistributedDataParallel | None = None
         if mesh.fsdp > 1:
-            shard(model, config, world)
+            shard_parameters(model, config, world)
         elif world.size("data") > 1:
             self._ddp = replicate(model, world)
-        run: nn.Module = model if self._ddp is None else self._ddp
-        self.forward: Callable[..., ModelOutput] = (
-            torch.compile(run) if config.train.compile else run
+        module: nn.Module = model if self._ddp is None else self._ddp
+        self._forward: Callable[..., ModelOutput] = (
+            torch.compile(module) if config.train.compile else module
         )
-        self._in_parts = mesh.fsdp * mesh.tp > 1
+        self._is_sharded = mesh.fsdp * mesh.tp > 1
         self.parameters = self._parameters()
-        """What the optimizer works on; where a tensor is divided, a DTensor over its parts."""
+        """The parameters for the optimizer: DTensors if any of them is sharded."""
 
-    @property
-    def loss_scale(self) -> int:
-        """DDP and FSDP make means of gradients; ours are sums over a known number of targets."""
-        return self.world.size("data")
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        if not self._is_sharded:
+            return dict(self.model.named_parameters())
+        from transformer_vq.parallel.sharding import sharded_parameters
+
+        return sharded_parameters(self.model, self._tp_axes, self.world.axes["tp"])
+
+    # One training step: micro_batch -> forward -> backward -> carry, then the sums.
 
     @contextmanager
-    def part(self, update: int, number: int, is_last: bool) -> Iterator[None]:
-        """Forward and backward pass of one part of an update."""
+    def micro_batch(
+        self, batch: Batch, step: int, index: int, state: ModelState
+    ) -> Iterator[MicroBatch]:
+        """Yield this rank's part of one of `train.accumulate` micro-batches.
+
+        batch: the batch of all ranks. state: that of this rank's rows before the window. The body
+        runs the forward and backward pass; the last backward pass averages the gradients.
+        """
+        n_parts, n_ranks = self.config.train.accumulate, self.world.size("rows")
+        n_rows = batch.tokens.shape[0] // (n_parts * n_ranks)
+        first = (index * n_ranks + self.world.rank("rows")) * n_rows
+        window = batch.map(lambda x: x[first : first + n_rows].to(self._device))
+        shard, before_shard = self.local_shard(window, state)
         if self._streams is not None:
-            self._streams.begin(update, number)
-        if self._ddp is None or is_last:
-            yield
-        else:
-            with self._ddp.no_sync():
-                yield
+            self._streams.start(step, index)
+        is_last = index == n_parts - 1
+        with nullcontext() if self._ddp is None or is_last else self._ddp.no_sync():
+            yield MicroBatch(window, shard, state, before_shard)
 
-    def rows(self, x: Tensor) -> Tensor:
-        return self.world.part(x, "rows", 0)
+    def local_shard(self, window: Batch, state: ModelState) -> tuple[Batch, ModelState]:
+        """Return the tokens of a window that this rank processes, and the state before them."""
+        return own_shard(window, state, self.world.rank("cp"), self.world.size("cp"))
 
-    def stretch(self, part: Batch, state: ModelState) -> tuple[Batch, ModelState]:
-        """What this process works on, of its rows of a window, and the state before that."""
-        return own_stretch(part, state, self.world.rank("cp"), self.world.size("cp"))
+    def forward(self, part: MicroBatch) -> ModelOutput:
+        """Return the output of the model for this rank's tokens."""
+        shard = part.shard
+        return self._forward(
+            shard.tokens, part.before_shard, shard.valid, shard.document_ids, shard.key_priority
+        )
 
-    def carry(self, before: ModelState, part: Batch, after: ModelState) -> ModelState:
-        """The state after a whole window, from the states before it and after the own stretch."""
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients. loss: this rank's term of a sum over all ranks.
+
+        DDP and FSDP average gradients, so the loss is scaled by the number of ranks.
+        """
+        (self.world.size("data") * loss).backward()
+
+    def carry(self, part: MicroBatch, after: ModelState) -> ModelState:
+        """Return the state after the window. after: the state after this rank's shard."""
         if self.world.size("cp") == 1:
             return after
-        end = after_tokens(before, part).layers[0]
-        after = carry_around(after, self.world.group("cp"))
+        end = after_tokens(part.before_window, part.window).layers[0]
+        after = pass_to_first_rank(after, self.world.group("cp"))
         layers = (
             replace(layer, position=end.position, document=end.document) for layer in after.layers
         )
         return replace(after, layers=tuple(layers))
 
-    def totals(self, nats: Tensor, commit: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses of all processes together."""
+    def sum_losses(self, nats: Tensor, commit: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses summed over all ranks."""
         both = self.world.sum(torch.stack([nats, commit]), "data")
         return both[0], self.world.sum(both[1], "tp")
 
+    def sum_usages(self, usages: tuple[CodeUsage, ...]) -> tuple[CodeUsage, ...]:
+        """Return the code usage summed over all ranks with different tokens."""
+        return total_usage(usages, self.world.group_or_none("data"))
+
     def finish_gradients(self) -> None:
-        """After the last backward pass: give the optimizer the gradients of the whole batch."""
-        if self._divided:
-            partial = [p for p in undivided(self.model, self._divided) if p.grad is not None]
+        """After the last backward pass, give the optimizer the gradients of the full batch."""
+        if self._tp_axes:
+            partial = unsharded_parameters(self.model, self._tp_axes)
+            partial = [p for p in partial if p.grad is not None]
             grads = [p.grad for p in partial if p.grad is not None]
             for p, grad in zip(partial, self.world.sums(grads, "tp"), strict=True):
                 p.grad = grad
@@ -135,29 +189,24 @@ class ParallelStrategy:
             view = self.parameters[name]
             if view is p or p.grad is None:
                 continue
-            from transformer_vq.parallel.parts import set_gradient
+            from transformer_vq.parallel.sharding import set_gradient
 
             grad = p.grad
-            if self.world.mesh.fsdp > 1:  # a scalar that FSDP leaves alone
+            if self.world.mesh.fsdp > 1:  # a scalar, which FSDP does not average
                 grad = self.world.sum(grad, "data") / self.world.size("data")
             set_gradient(view, grad)
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        if not self._in_parts:
-            return dict(self.model.named_parameters())
-        from transformer_vq.parallel.parts import parameters_in_parts
+    # Checkpoints contain full tensors, so a run can be resumed on another mesh.
 
-        return parameters_in_parts(self.model, self._divided, self.world.axes["tp"])
-
-    def whole_model(self) -> TransformerVQ:
-        """The model with nothing divided, on the first process; all must call this together."""
-        if not self._in_parts:
+    def gather_model(self) -> TransformerVQ:
+        """Return the model with full tensors on rank 0; all ranks must call this together."""
+        if not self._is_sharded:
             return self.model
         tensors = {}
         for name, x in self.model.state_dict().items():
-            if name in self._divided:
-                x = self.world.gather(x, "tp", self._divided[name])
-            x = self.whole(x)
+            if name in self._tp_axes:
+                x = self.world.gather(x, "tp", self._tp_axes[name])
+            x = self.gather(x)
             if self.world.is_rank_zero:
                 tensors[name] = x.detach().cpu()
         with torch.device("meta"):
@@ -166,45 +215,49 @@ class ParallelStrategy:
             model.load_state_dict(tensors, assign=True)
         return model
 
-    def whole(self, x: Tensor) -> Tensor:
-        """A tensor of the optimizer with nothing divided; all must call this together."""
-        if not self._in_parts:
+    def gather(self, x: Tensor) -> Tensor:
+        """Return a full tensor of the optimizer; all ranks must call this together."""
+        if not self._is_sharded:
             return x
-        from transformer_vq.parallel.parts import whole
+        from transformer_vq.parallel.sharding import gather_full
 
-        return whole(x)
+        return gather_full(x)
 
-    def divide(self, x: Tensor, p: Tensor) -> Tensor:
-        """A tensor of the optimizer that belongs to parameter p, as this mesh has it."""
-        if not self._in_parts:
+    def shard_like(self, x: Tensor, p: Tensor) -> Tensor:
+        """Shard a full tensor of the optimizer that belongs to parameter p."""
+        if not self._is_sharded:
             return x.to(p.device)
-        from transformer_vq.parallel.parts import divide_like
+        from transformer_vq.parallel.sharding import shard_like
 
-        return divide_like(x.to(p.device), p)
+        return shard_like(x.to(p.device), p)
 
-    def whole_state(self, state: ModelState, prefix: str) -> dict[str, Tensor]:
-        """The rows of all processes under their names; all must call this together."""
-        found = {}
-        for name, x in state.to_tensors(prefix).items():
-            if (dim := self._state_dim(name)) is not None:
-                x = self.world.gather(x, "tp", dim)
-            found[name] = x if name.endswith("sinusoid_mask") else self.world.gather(x, "rows", 0)
-        return found
+    def gather_state(self, state: ModelState, prefix: str) -> dict[str, Tensor]:
+        """Return the full tensors of a state on rank 0, named as by `ModelState.to_tensors`.
 
-    def divide_state(self, tensors: dict[str, Tensor], prefix: str) -> ModelState:
-        """This process's part of what `whole_state` made, whatever the mesh was then."""
-        found = {}
-        for name, x in tensors.items():
-            if not name.startswith(f"{prefix}/"):
-                continue
-            x = x if name.endswith("sinusoid_mask") else self.rows(x)
-            dim = self._state_dim(name)
-            found[name] = x if dim is None else self.world.part(x, "tp", dim)
-        return ModelState.from_tensors(found, prefix)
+        All ranks must call this together.
+        """
+        tensors = state.to_tensors(prefix)
+        for name in tensors:
+            for axis, dim in self._state_axes(name).items():
+                tensors[name] = self.world.gather(tensors[name], axis, dim)
+        return tensors
 
-    def _state_dim(self, name: str) -> int | None:
-        """Along which axis tensor parallel divides a tensor of the state."""
-        if self.world.size("tp") == 1:
-            return None
-        field = name.split("/", 3)[-1]  # state0/layers/3/cache/mean
-        return STATE[self.model.config.layer.heads.sharded].get(field)
+    def shard_state(self, tensors: dict[str, Tensor], prefix: str) -> ModelState:
+        """Return this rank's shard of a state that `gather_state` returned, on any mesh."""
+        shards = {name: x for name, x in tensors.items() if name.startswith(f"{prefix}/")}
+        for name in shards:
+            for axis, dim in self._state_axes(name).items():
+                shards[name] = self.world.shard(shards[name], axis, dim)
+        return ModelState.from_tensors(shards, prefix)
+
+    def _state_axes(self, name: str) -> dict[str, int]:
+        """Return the mesh axes that shard a tensor of the state, each with the tensor's dimension.
+
+        Names end with a field of a state dataclass: `state0/layers/3/cache/mean`. Every field has
+        rows first, except for the dropout mask of the sinusoids, which all ranks share.
+        """
+        field = name.rsplit("/", 1)[-1]
+        if field == "sinusoid_mask":
+            return {}
+        tp_dim = STATE[self.model.config.layer.heads.sharded].get(field)
+        return {"rows": 0} if tp_dim is None else {"tp": tp_dim, "rows": 0}

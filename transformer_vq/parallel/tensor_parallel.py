@@ -1,10 +1,11 @@
-"""Tensor parallel: the widths of every layer are divided among processes.
+"""Tensor parallelism: the widths of every layer are sharded across ranks.
 
-SHGA divides values, gates and the output projection over d_v, while queries, keys and codebooks are
-the same everywhere; MQA divides query heads; MHA and GQA divide all heads with their codebooks.
-Feed-forward layers are divided by columns, then by rows. The model's code does not know of it: its
-modules become narrower, and two hooks make the sums, one over the outputs of a branch, one over the
-gradients of its input.
+SHGA shards values, gates and the output projection along d_v; queries, keys and codebooks are
+replicated. MQA shards the query heads. MHA and GQA shard all heads with their codebooks.
+Feed-forward layers are sharded by columns, then by rows.
+
+The code of the model is unchanged: its modules become narrower, and two hooks add all-reduces. One
+sums the outputs of a branch, the other sums the gradients of its input.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from torch import Tensor, nn
 
 from transformer_vq.config import ModelConfig
 from transformer_vq.errors import UserError
-from transformer_vq.nn.heads import Attention
 from transformer_vq.nn.layers import FeedForward
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.nn.projections import AttentionLayer
 from transformer_vq.nn.quantizer import Quantized
 from transformer_vq.parallel.world import World
 
-# The axis along which a tensor of a branch is divided; all others are whole everywhere.
+# Tensors of a branch that are sharded, and the axis; the others are replicated.
 ATTENTION = {
     "value columns": {"v_proj.weight": 0, "g_proj.weight": 0, "o_proj.weight": 1},
     "query heads": {"q_proj.weight": 0, "u": 0, "v": 0, "o_proj.weight": 1},
@@ -33,83 +34,87 @@ ATTENTION = {
     },
 }
 FEED_FORWARD = {"in_proj.weight": 0, "out_proj.weight": 1}
+# The same for the fields of `AttentionState` and `CacheStats`.
 STATE: dict[str, dict[str, int]] = {
-    "value columns": {"v": -1, "cache/mean": -1},
+    "value columns": {"v": -1, "mean": -1},
     "query heads": {},
-    "heads": {"k": 1, "v": 1, "z": 1, "cache/mean": 1, "cache/count": 1},
+    "heads": {"k": 1, "v": 1, "z": 1, "mean": 1, "count": 1},
 }
 
 
 def check_widths(config: ModelConfig, n: int) -> None:
-    """Raises UserError if the widths of a model cannot be divided by n."""
+    """Raise UserError if n ranks cannot shard the widths of a model evenly."""
     config.layer.heads.shard(n)
     if config.d_ff % n:
         raise UserError(
-            f"parallel.tp={n}: the feed-forward width {config.d_ff} cannot be divided by it; "
-            "choose another"
+            f"parallel.tp={n}: does not divide the feed-forward width {config.d_ff}; choose a "
+            "divisor"
         )
 
 
-def divided_axes(model: TransformerVQ) -> dict[str, int]:
-    """Names of the tensors of a model that are divided, and along which axis."""
+def sharded_axes(model: TransformerVQ) -> dict[str, int]:
+    """Return the names of the parameters and buffers that are sharded, with their axes."""
     found: dict[str, int] = {}
     for number, branch in enumerate(model.branches):
         axes = ATTENTION[model.config.layer.heads.sharded]
         if isinstance(branch, FeedForward):
             axes = FEED_FORWARD
-        there = branch.state_dict()  # full attention has no codebooks
-        found |= {f"branches.{number}.{name}": axes[name] for name in axes if name in there}
+        names = branch.state_dict()  # full attention has no codebooks
+        found |= {f"branches.{number}.{name}": axes[name] for name in axes if name in names}
     return found
 
 
-def divide_widths(model: TransformerVQ, world: World) -> dict[str, int]:
-    """Make every branch narrower, in place; names and axes of the tensors that were divided."""
+def shard_widths(model: TransformerVQ, world: World) -> dict[str, int]:
+    """Shard every branch in place; return the `sharded_axes`."""
     heads = model.config.layer.heads
-    divided = divided_axes(model)
+    axes = sharded_axes(model)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, dim in divided.items():
-        tensors[name].data = world.part(tensors[name].data, "tp", dim).clone()
+    for name, dim in axes.items():
+        tensors[name].data = world.shard(tensors[name].data, "tp", dim).clone()
     for branch in model.branches:
-        if isinstance(branch, Attention):
+        if isinstance(branch, AttentionLayer):
             branch.set_heads(heads.shard(world.size("tp")))
-        _add_hooks(branch, world, shares_keys=heads.sharded != "heads")
-    return divided
+        _add_hooks(branch, world, replicated_keys=heads.sharded != "heads")
+    return axes
 
 
-def _add_hooks(branch: nn.Module, world: World, shares_keys: bool) -> None:
-    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (_SumGradients.apply(args[0], world), *args[1:])
+def _add_hooks(branch: nn.Module, world: World, replicated_keys: bool) -> None:
+    def sum_input_gradients(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x: Tensor = _SumGradients.apply(args[0], world)  # type: ignore[no-untyped-call]
+        return (x, *args[1:])
 
-    def leave(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        total: Tensor = _SumOutputs.apply(output, world)
+    def sum_outputs(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        total: Tensor = _SumOutputs.apply(output, world)  # type: ignore[no-untyped-call]
         return total
 
-    def share_commitment(_: nn.Module, args: tuple[Any, ...], output: Quantized) -> Quantized:
+    def divide_commit_loss(_: nn.Module, args: tuple[Any, ...], output: Quantized) -> Quantized:
         return replace(output, commit_loss=output.commit_loss / world.size("tp"))
 
-    branch.register_forward_pre_hook(enter)
-    last = branch.o_proj if isinstance(branch, Attention) else branch.out_proj
+    branch.register_forward_pre_hook(sum_input_gradients)
+    last = branch.o_proj if isinstance(branch, AttentionLayer) else branch.out_proj
     assert isinstance(last, nn.Module)
-    last.register_forward_hook(leave)
+    last.register_forward_hook(sum_outputs)
     quantizer = getattr(branch, "quantizer", None)
-    if quantizer is not None and shares_keys:
-        # The same keys everywhere: each process answers for its part of their commitment.
-        quantizer.register_forward_hook(share_commitment)
+    if quantizer is not None and replicated_keys:
+        # All ranks have the same keys: each contributes an equal share of the commitment loss.
+        quantizer.register_forward_hook(divide_commit_loss)
 
 
-def undivided(model: TransformerVQ, divided: dict[str, int]) -> list[nn.Parameter]:
-    """Parameters of branches that are whole everywhere, of whose gradient each process has a part.
+def unsharded_parameters(model: TransformerVQ, axes: dict[str, int]) -> list[nn.Parameter]:
+    """Return the replicated parameters of branches; each rank has a partial sum of their gradients.
 
-    Those outside of branches get the whole gradient on every process.
+    Parameters outside of branches have the complete gradient on every rank.
     """
     return [
         p
         for name, p in model.named_parameters()
-        if name.startswith("branches.") and name not in divided
+        if name.startswith("branches.") and name not in axes
     ]
 
 
 class _SumGradients(torch.autograd.Function):
+    """The identity; the backward pass sums gradients over the tp ranks."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
         ctx.world = world
@@ -121,6 +126,8 @@ class _SumGradients(torch.autograd.Function):
 
 
 class _SumOutputs(torch.autograd.Function):
+    """The sum over the tp ranks; the backward pass is the identity."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
         return world.sum(x, "tp")

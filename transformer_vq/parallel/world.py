@@ -1,8 +1,8 @@
-"""The processes of a run: their number, the place of this one, and what all of them agree on.
+"""The world of a run: the process mesh, the rank of this process and the collectives on the mesh.
 
-`torchrun` starts them and tells each its rank. They form a mesh of four axes, dp x fsdp x cp x tp;
-`rows` stands for dp and fsdp together, `data` for all but tp. A process that is alone never touches
-torch.distributed.
+`torchrun` starts the processes and sets their ranks. The mesh has four axes, dp x fsdp x cp x tp.
+Two more names combine axes: `rows` is dp and fsdp, `data` is every axis but tp. A single process
+never uses torch.distributed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from transformer_vq.config import ParallelConfig
 from transformer_vq.device import find_device
 
 AXES = ("dp", "fsdp", "cp", "tp")
-JOINED = {"rows": ("dp", "fsdp"), "data": ("dp", "fsdp", "cp")}
+COMBINED_AXES = {"rows": ("dp", "fsdp"), "data": ("dp", "fsdp", "cp")}
 
 
 class World:
-    """This process among the others; without a mesh it is alone."""
+    """The processes of a run, seen from this rank; without a mesh, a single process."""
 
     def __init__(self, mesh: ParallelConfig | None = None, device: str = "cpu") -> None:
         self.mesh = ParallelConfig(dp=1) if mesh is None else mesh.fill(n_processes())
@@ -40,7 +40,7 @@ class World:
         shape = tuple(getattr(self.mesh, axis) for axis in AXES)
         devices = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
         self.axes = {axis: devices[axis] for axis in AXES}
-        self.axes |= {name: devices[axes]._flatten(name) for name, axes in JOINED.items()}
+        self.axes |= {name: devices[axes]._flatten(name) for name, axes in COMBINED_AXES.items()}
 
     @property
     def is_single_process(self) -> bool:
@@ -48,24 +48,27 @@ class World:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this process writes what only one can write."""
+        """Whether this process writes the files of the run."""
         return self.is_single_process or dist.get_rank() == 0
 
     def size(self, axis: str) -> int:
+        """Return the number of ranks along an axis."""
         return 1 if self.is_single_process else self.axes[axis].size()
 
     def rank(self, axis: str) -> int:
+        """Return the rank of this process along an axis."""
         return 0 if self.is_single_process else self.axes[axis].get_local_rank()
 
     def group(self, axis: str) -> dist.ProcessGroup:
+        """Return the process group along an axis; not for a single process."""
         return self.axes[axis].get_group()
 
     def group_or_none(self, axis: str) -> dist.ProcessGroup | None:
-        """The group along an axis; None if this process is alone there."""
+        """Return the process group along an axis, or None if the axis has one rank."""
         return None if self.size(axis) == 1 else self.group(axis)
 
     def sum(self, x: Tensor, axis: str) -> Tensor:
-        """The sum over all processes along an axis."""
+        """Return the sum of x over the ranks along an axis."""
         if self.size(axis) == 1:
             return x
         total = x.contiguous().clone()
@@ -73,7 +76,7 @@ class World:
         return total
 
     def sums(self, tensors: list[Tensor], axis: str) -> list[Tensor]:
-        """`sum` of several tensors in one message."""
+        """Return the `sum` of each tensor, using a single all-reduce."""
         if self.size(axis) == 1 or not tensors:
             return tensors
         total = self.sum(torch.cat([x.flatten() for x in tensors]), axis)
@@ -81,7 +84,7 @@ class World:
         return [part.view_as(x) for part, x in zip(parts, tensors, strict=True)]
 
     def smallest(self, n: int) -> int:
-        """The smallest of the numbers that all processes have."""
+        """Return the minimum of n over all ranks."""
         if self.is_single_process:
             return n
         x = torch.tensor(n, device=self.device)
@@ -89,15 +92,15 @@ class World:
         return int(x)
 
     def largest(self, n: int) -> int:
-        """The largest of the numbers that all processes have."""
+        """Return the maximum of n over all ranks."""
         return -self.smallest(-n)
 
     def any(self, flag: bool) -> bool:
-        """Whether it holds for at least one process."""
+        """Return whether the flag is set on at least one rank."""
         return not self.smallest(not flag)
 
     def from_rank_zero(self, n: int) -> int:
-        """The number that the first process has."""
+        """Return the value of n on rank 0."""
         if self.is_single_process:
             return n
         x = torch.tensor(n, device=self.device)
@@ -105,35 +108,38 @@ class World:
         return int(x)
 
     def gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        """The parts along an axis as one tensor on its first process; elsewhere the own part."""
+        """Concatenate the shards along an axis on its rank 0; other ranks get their own shard."""
         if self.size(axis) == 1:
             return x
         sent = x.to(torch.uint8) if x.dtype == torch.bool else x
         sent = sent.contiguous()
         is_rank_zero = self.rank(axis) == 0
-        parts = [torch.empty_like(sent) for _ in range(self.size(axis))] if is_rank_zero else None
-        dist.gather(sent, parts, group=self.group(axis), group_dst=0)
-        return x if parts is None else torch.cat(parts, dim).to(x.dtype)
+        shards = [torch.empty_like(sent) for _ in range(self.size(axis))] if is_rank_zero else None
+        dist.gather(sent, shards, group=self.group(axis), group_dst=0)
+        return x if shards is None else torch.cat(shards, dim).to(x.dtype)
 
-    def part(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        """This process's part of a tensor that all have: the inverse of `gather`."""
+    def shard(self, x: Tensor, axis: str, dim: int) -> Tensor:
+        """Return this rank's shard of a full tensor: the inverse of `gather`."""
         return x.chunk(self.size(axis), dim)[self.rank(axis)]
 
     @contextmanager
     def local_rank_zero_first(self) -> Iterator[None]:
-        """What is written below is made by one process per machine and found by the others."""
-        is_ahead = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        if not self.is_single_process and not is_ahead:
+        """Run the body on local rank 0 of each machine first, then on the other ranks.
+
+        The others find the files that local rank 0 has written.
+        """
+        is_local_rank_zero = int(os.environ.get("LOCAL_RANK", 0)) == 0
+        if not self.is_single_process and not is_local_rank_zero:
             dist.barrier()
         yield
-        if not self.is_single_process and is_ahead:
+        if not self.is_single_process and is_local_rank_zero:
             dist.barrier()
 
 
 @contextmanager
-def joined(mesh: ParallelConfig, device: str) -> Iterator[World]:
-    """The world in which the body is worked on by all processes that `torchrun` has started."""
-    mesh.fill(n_processes())  # before anything is opened
+def join_world(mesh: ParallelConfig, device: str) -> Iterator[World]:
+    """Connect the processes that `torchrun` started, and yield their world to the body."""
+    mesh.fill(n_processes())  # reject an invalid mesh before any connection is opened
     if n_processes() == 1 or dist.is_initialized():
         yield World(mesh, device)
         return
@@ -148,42 +154,42 @@ def joined(mesh: ParallelConfig, device: str) -> Iterator[World]:
         device_id=own if own.type == "cuda" else None,
     )
     yield World(mesh, device)
-    # Not after an error: the others may be gone, and there is nobody to take leave of.
+    # Skipped after an error: other ranks may have exited, and destroying the group would hang.
     dist.destroy_process_group()
 
 
 def _own_store() -> tuple[Store, int, int]:
-    """The store of `torchrun` as far as it belongs to this start, with rank and world size.
+    """Return the store of `torchrun` restricted to this launch, the rank and the world size.
 
-    After a failure torchrun starts all processes anew but keeps the store, where those of before
-    have left their addresses. So the first process names each start, and tells the name to those
-    who greet it with a word that nobody has used before.
+    After a failure torchrun restarts all processes but keeps the store, which still contains the
+    addresses of the previous launch. So rank 0 draws a new prefix for each launch. Every other
+    rank sends a unique id, and rank 0 replies to that id with the prefix.
     """
     store, rank, size = next(rendezvous("env://"))
     name = uuid.uuid4().hex
     if rank > 0:
-        store.set(f"tvq/greeting/{rank}", name)
-        name = store.get(f"tvq/answer/{name}").decode()
-        store.set(f"tvq/{name}/{rank}", "here")
+        store.set(f"tvq/request/{rank}", name)
+        name = store.get(f"tvq/reply/{name}").decode()
+        store.set(f"tvq/{name}/{rank}", "joined")
     missing = set(range(1, size)) if rank == 0 else set()
     deadline = time.monotonic() + store.timeout.total_seconds()
     while missing:
         for other in sorted(missing):
-            if store.check([f"tvq/greeting/{other}"]):
-                store.set(f"tvq/answer/{store.get(f'tvq/greeting/{other}').decode()}", name)
+            if store.check([f"tvq/request/{other}"]):
+                store.set(f"tvq/reply/{store.get(f'tvq/request/{other}').decode()}", name)
             if store.check([f"tvq/{name}/{other}"]):
                 missing.remove(other)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {sorted(missing)} of {size} have not appeared")
+            raise TimeoutError(f"ranks {sorted(missing)} of {size} did not join in time")
         time.sleep(0.01)
     return PrefixStore(name, store), rank, size
 
 
 def leave(status: int = 0) -> None:
-    """End one of several processes with an exit status, skipping interpreter shutdown.
+    """Exit one of several processes with a status, skipping interpreter shutdown.
 
-    Its threads may still have tensors to let go of, for which they need the interpreter. One
-    that is ending aborts them instead, and torchrun takes a finished run for a failed one.
+    Its threads may still release tensors, which requires a running interpreter. An interpreter
+    that is shutting down aborts them, and torchrun would report a finished run as failed.
     """
     if n_processes() > 1:
         sys.stdout.flush()
@@ -192,11 +198,12 @@ def leave(status: int = 0) -> None:
 
 
 def n_processes() -> int:
+    """Return the world size; 1 without `torchrun`."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _own_device(name: str) -> torch.device:
-    """The device of that name; of several GPUs the one with the number of the local rank."""
+    """Return the device of that name; with several GPUs, the one of the local rank."""
     device = find_device(name)
     if device.type == "cuda" and device.index is None and n_processes() > 1:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

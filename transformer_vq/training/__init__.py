@@ -1,1 +1,1 @@
-"""Training: optimizers, updates, runs."""
+"""Training: optimizers, the training step, the loop, and run folders."""

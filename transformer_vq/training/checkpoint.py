@@ -1,10 +1,10 @@
-"""What a run keeps on disk: safetensors and JSON, complete or absent, verified, never pickled.
+"""The files of a run folder: safetensors and JSON, complete or absent, verified, never pickled.
 
-RUN/config.json            the preset with its overrides
-RUN/metrics.jsonl          a line per logged update and per validation
-RUN/tokenizer.model        for corpora with a vocabulary of their own
-RUN/checkpoints/step-*/    model.safetensors, training.safetensors, training.json
-RUN/best/model.safetensors the model with the lowest validation loss
+RUN/config.json             the preset with its overrides
+RUN/metrics.jsonl           one line per logged step and per validation
+RUN/tokenizer.model         only for corpora with a learned vocabulary
+RUN/checkpoints/step-*/     model.safetensors, training.safetensors, training.json
+RUN/best/model.safetensors  the model with the lowest validation loss
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from transformer_vq.progress import warn
 
 CONFIG, BEST = "config.json", "best"
 MODEL, TENSORS, METADATA = "model.safetensors", "training.safetensors", "training.json"
-FORMAT = 2  # of run folders; raised whenever older ones can no longer be read
+FORMAT = 2  # version of run folders; increment when older ones can no longer be read
 
-
-# What may change when a run is resumed without making it another one. The device and the settings
-# of execution may change the last bits of a step; the others change nothing.
+# Fields that may change when a run is resumed. The device, `compile`, `reduction`,
+# `checkpoint_activations` and the mesh affect rounding only; the other fields do not affect the
+# training at all.
 FREE_FIELDS = {
     *("data.path", "data.cache", "train.device", "train.compile"),
     *("train.reduction", "train.checkpoint_activations"),
@@ -59,29 +59,32 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything that is needed to go on: the model, other tensors, plain metadata."""
+    """Everything needed to resume a run."""
 
     step: int
+    """Number of completed steps."""
     model: TransformerVQ
     tensors: dict[str, Tensor]
+    """The optimizer, the carried states and the RNG state, as in `Trainer.tensors`."""
     metadata: dict[str, Any]
+    """Plain values: the config, the checksum of the corpus, and the progress of the run."""
 
 
 def write_config(run: Path, config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Write the config of a run, and which tokenizer belongs to it."""
+    """Write config.json: the config of a run and the checksum of its tokenizer."""
     about = {"format": FORMAT, "tokenizer_sha256": getattr(tokenizer, "sha256", None)}
     write_verified_json(run / CONFIG, config.to_dict() | about)
 
 
 def read_config(run: Path) -> RunConfig:
-    """Return the config of a run; raises CheckpointError if the folder does not hold one."""
+    """Return the config of a run; raises CheckpointError if the folder is not a run folder."""
     values = _read_config(run)
     del values["format"], values["tokenizer_sha256"]
     return RunConfig.from_dict(values)
 
 
 def read_tokenizer(run: Path) -> Tokenizer:
-    """Return the tokenizer of a run, verified."""
+    """Return the tokenizer of a run; raises an error if its checksum does not match."""
     return load_tokenizer(run, _read_config(run)["tokenizer_sha256"])
 
 
@@ -105,9 +108,10 @@ def _read_config(run: Path) -> dict[str, Any]:
 
 @contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Let only one process at a time work on a run; the lock ends with the process.
+    """Lock a run folder, so that only one process at a time writes to it.
 
-    What killed processes have left behind is removed.
+    Raises CheckpointError if another process holds the lock, which ends with that process.
+    Temporary files of killed processes are removed.
     """
     flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW
     with open(os.open(run / ".lock", flags, 0o666), "r+b") as file:
@@ -123,19 +127,21 @@ def locked(run: Path) -> Iterator[None]:
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
     return run / "checkpoints" / f"step-{step:08d}"
 
 
 def checkpoint_steps(run: Path) -> list[int]:
-    """Steps of all checkpoints of a run, whole or not, the oldest first."""
+    """Return the steps of all checkpoints in ascending order, including corrupt ones."""
     names = [folder.name for folder in (run / "checkpoints").glob("step-*") if folder.is_dir()]
     return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
 
 
 def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
-    """Write a checkpoint, then remove all but the newest `keep`.
+    """Write a checkpoint, then remove all but the newest `keep`; return its folder.
 
-    Raises OSError if it cannot be written, for a full disk say; those before are then untouched.
+    Raises OSError if it cannot be written, for example on a full disk. Older checkpoints are then
+    kept.
     """
     folder = checkpoint_folder(run, checkpoint.step)
     with atomic_folder(folder) as partial:
@@ -145,7 +151,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
         }
         about = {"format": FORMAT, "step": checkpoint.step, "digests": digests}
         write_verified_json(partial / METADATA, checkpoint.metadata | about)
-        # One that could not be read, or another attempt at the same step.
+        # A corrupt checkpoint of the same step, for example after resuming from an older one.
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
         else:
@@ -157,7 +163,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
 
 
 def load_checkpoint(run: Path, step: int) -> Checkpoint:
-    """Return one checkpoint; raises CheckpointError unless all of it is as it was written."""
+    """Return the checkpoint of a step; raises CheckpointError if it is missing or corrupt."""
     folder = checkpoint_folder(run, step)
     try:
         metadata = read_verified_json(folder / METADATA)
@@ -173,9 +179,9 @@ def load_checkpoint(run: Path, step: int) -> Checkpoint:
 
 
 def newest_checkpoint(run: Path) -> Checkpoint | None:
-    """Return the newest checkpoint that can be used, with a warning for every newer one.
+    """Return the newest valid checkpoint, and warn about newer ones that are corrupt.
 
-    None if there is not one yet; raises CheckpointError if all are damaged.
+    Returns None if the run has no checkpoint yet; raises CheckpointError if all are corrupt.
     """
     steps = checkpoint_steps(run)
     for step in reversed(steps):
@@ -192,9 +198,10 @@ def newest_checkpoint(run: Path) -> Checkpoint | None:
 
 
 def load_model(run: Path, which: str = "best") -> tuple[TransformerVQ, str]:
-    """A model of a run, and which one it is: `best`, `last`, or the number of a step.
+    """Return a model of a run and its description ("best" or "step N").
 
-    `best` takes the last if no validation has been done yet. A model file may be given as well.
+    which: "best", "last" or the number of a step. "best" selects the last checkpoint if the run has
+    not been validated yet. run: may also be a model file, which is described by its name.
     """
     if run.is_file():
         return TransformerVQ.load(run), run.name
@@ -237,7 +244,7 @@ def _check_owner(run: Path, config: RunConfig, checkpoint: Checkpoint) -> None:
 
 
 class LoadedRun(NamedTuple):
-    """Everything needed to use a trained model."""
+    """A trained model with its tokenizer and config."""
 
     model: TransformerVQ
     tokenizer: Tokenizer
@@ -247,10 +254,17 @@ class LoadedRun(NamedTuple):
 def load_run(
     path: str | os.PathLike[str], checkpoint: str = "best", device: torch.device | str = "cpu"
 ) -> LoadedRun:
-    """Load the model, tokenizer and config of a run folder; the model is in evaluation mode.
+    """Load the model, tokenizer and config of a run folder.
 
-    checkpoint: best, last or a step.
+    checkpoint: "best" (lowest validation loss), "last" or the number of a step. device: where the
+    model is moved to. The model is in evaluation mode. Raises CheckpointError if `path` is not a
+    run folder or the checkpoint does not exist or is corrupt.
+
+        model, tokenizer, config = load_run("runs/tiny")
+        tokens = generate(model, tokenizer.encode("import "), max_new_tokens=50)
+        print(tokenizer.decode(tokens).decode(errors="replace"))
     """
     run = Path(path)
+    config = read_config(run)
     model, _ = load_model(run, checkpoint)
-    return LoadedRun(model.to(device).eval(), read_tokenizer(run), read_config(run))
+    return LoadedRun(model.to(device).eval(), read_tokenizer(run), config)

@@ -1,4 +1,4 @@
-"""The loop: update, log, validate, save, until the last update or a request to stop."""
+"""The training loop: step, log, validate and save until the last step or a stop request."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpus import Corpus
+from transformer_vq.errors import TrainingError
 from transformer_vq.evaluation import score
 from transformer_vq.nn.quantizer import NotFiniteError
 from transformer_vq.progress import info, progress_bar, warn
@@ -24,28 +25,48 @@ from transformer_vq.training.checkpoint import (
 )
 from transformer_vq.training.metrics import MetricsLog, metrics_log
 from transformer_vq.training.signals import StopRequest
-from transformer_vq.training.step import Trainer, Update
+from transformer_vq.training.step import StepResult, Trainer
 
 
-class TrainingError(RuntimeError):
-    """A run that cannot continue; the message says what is saved and what to do."""
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a run, as stored in its checkpoints."""
+
+    step: int = 0
+    """Number of completed steps."""
+    validated_at: int = 0
+    """Step of the last validation; 0 before the first one."""
+    best_loss: float = math.inf
+    """Lowest validation loss, in nats per token."""
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Progress:
+        best_loss = checkpoint.metadata["best_loss"]
+        best_loss = math.inf if best_loss is None else best_loss
+        return cls(checkpoint.step, checkpoint.metadata["validated_at"], best_loss)
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """How a sitting ended."""
+    """The result of `train` or `resume`."""
 
     run: Path
+    """The run folder."""
     step: int
+    """Number of completed steps."""
     finished: bool
+    """Whether all steps and the last validation are done."""
     stopped_by: int | None
-    """The signal that stopped it, on whichever rank; None if it finished."""
+    """Number of the signal that stopped the run, on any rank; None if it finished."""
     best_loss: float
-    """Lowest validation loss of the whole run, in nats per token."""
+    """Lowest validation loss since the start of the run, in nats per token."""
 
 
 class TrainingLoop:
-    """A run from one start of the program to its end, in all its processes alike."""
+    """The training loop of a run; all ranks execute it together.
+
+    progress: where to start; `trainer` must be in the same state.
+    """
 
     def __init__(
         self,
@@ -54,27 +75,31 @@ class TrainingLoop:
         corpus: Corpus,
         batches: TrainingBatches,
         trainer: Trainer,
+        progress: Progress | None = None,
     ) -> None:
+        progress = Progress() if progress is None else progress
         self.folder = run
         self.config = config
         self.corpus = corpus
         self.batches = batches
         self.trainer = trainer
-        self.step = self.saved_at = self.validated_at = 0
-        self.best_loss = math.inf
+        self.step = self.saved_at = progress.step
+        self.validated_at = progress.validated_at
+        self.best_loss = progress.best_loss
         self._codes_note = ""
 
     def run(self) -> TrainingResult:
+        """Train until the last step or a signal."""
         train = self.config.train
         world = self.trainer.world
         with (
             StopRequest() as stop,
             metrics_log(self.folder, self.config, self.step, world.is_rank_zero) as log,
-            progress_bar(self.folder.name, train.steps, "updates", self.step) as advance,
+            progress_bar(self.folder.name, train.steps, "steps", self.step) as advance,
         ):
-            # All processes stop together, whichever of them was asked to.
+            # All ranks stop together, whichever of them received the signal.
             stopping = partial(self._stops, stop)
-            # One lap more than there are updates, so that the last one is validated and saved too.
+            # One iteration more than there are steps: it validates and saves after the last step.
             while True:
                 at_end = self.step == train.steps
                 due = self.step % train.eval_every == 0 or at_end
@@ -83,53 +108,57 @@ class TrainingLoop:
                 is_last = stopping() or at_end
                 due = self.step % train.save_every == 0 or is_last
                 if due and self.saved_at != self.step:
-                    self._save(must=is_last)
+                    self._save(required=is_last)
                 if is_last:
                     break
-                advance(1, note=self._update(log))
+                advance(1, note=self._train_step(log))
         # A signal that arrives in the last step skips or stops the last validation.
         finished = self.validated_at == self.step == train.steps
-        # The same on all ranks: each must end with the status of the signal that one of them got.
+        # The same on all ranks: each must exit with the status of the signal.
         stopped_by = None if finished else world.largest(stop.signal or 0) or None
         return TrainingResult(self.folder, self.step, finished, stopped_by, self.best_loss)
 
     def _stops(self, stop: StopRequest) -> bool:
+        """Return whether any rank has received a signal."""
         return self.trainer.world.any(bool(stop))
 
-    def _update(self, log: MetricsLog) -> str:
-        """One update; what is to stand beside the progress bar."""
+    def _train_step(self, log: MetricsLog) -> str:
+        """Train one step and log it; return the note for the progress bar."""
         start = time.perf_counter()
         batch = self.batches[self.step]
         try:
-            update = self.trainer.update(batch, self.step, self.batches.begins(self.step))
+            result = self.trainer.step(
+                batch,
+                self.step,
+                begins=self.batches.starts_sequences(self.step),
+                ends=self.batches.starts_sequences(self.step + 1),
+            )
         except NotFiniteError as error:
-            raise TrainingError(self._why_not_finite(error)) from error
+            raise TrainingError(self._not_finite_message(error)) from error
         self.step += 1
-        if self.batches.begins(self.step):
-            self.trainer.carried = []  # nothing is carried into new sequences
-        bits = update.nats_per_token * self._bits_per_byte("train")
+        bits = result.nats_per_token * self._bits_per_byte("train")
         seconds = time.perf_counter() - start
         if self.step % self.config.train.log_every == 0:
-            health = _health(update)  # on a GPU it waits for the device: not at every update
+            health = _health(result)  # only here, because it waits for the GPU
             if health:
                 self._codes_note = f", {health['share_in_use']:.0%} of codes in use"
             log.write(
                 "train",
                 self.step,
-                nats_per_token=update.nats_per_token,
+                nats_per_token=result.nats_per_token,
                 bits_per_byte=bits,
-                commit_loss=update.commit_loss,
-                grad_norm=update.grad_norm,
-                lr=update.lr,
-                tokens=update.tokens,
+                commit_loss=result.commit_loss,
+                grad_norm=result.grad_norm,
+                lr=result.lr,
+                tokens=result.tokens,
                 seconds=seconds,
-                tokens_per_second=update.tokens / seconds,
+                tokens_per_second=result.tokens / seconds,
                 **health,
             )
-        return f"{bits:.3f} bits/byte, {update.tokens / seconds:,.0f} tokens/s{self._codes_note}"
+        return f"{bits:.3f} bits/byte, {result.tokens / seconds:,.0f} tokens/s{self._codes_note}"
 
     def _validate(self, log: MetricsLog, stopping: Callable[[], bool]) -> None:
-        """Score the validation split; keep the model if it is the best so far."""
+        """Evaluate on the validation split; save the model if it is the best so far."""
         train, world = self.config.train, self.trainer.world
         start = time.perf_counter()
         result = score(
@@ -158,7 +187,7 @@ class TrainingLoop:
         info(f"step {self.step}: validation {result.bits_per_byte:.4f} bits/byte")
         if result.nats_per_token < self.best_loss:
             self.best_loss = result.nats_per_token
-            model = self.trainer.strategy.whole_model()
+            model = self.trainer.strategy.gather_model()
             if not world.is_rank_zero:
                 return
             folder = self.folder / BEST
@@ -168,50 +197,50 @@ class TrainingLoop:
             except OSError as error:
                 warn(f"cannot save the best model: {error}")
 
-    def _save(self, must: bool) -> None:
-        """Write a checkpoint. If that fails, training goes on unless this was the last chance."""
+    def _save(self, required: bool) -> None:
+        """Write a checkpoint. If that fails, raise TrainingError if required, otherwise warn."""
         metadata = {
             "config": self.config.to_dict(),
             "corpus": self.corpus.sha256,
             "validated_at": self.validated_at,
             "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
         }
-        model, tensors = self.trainer.strategy.whole_model(), self.trainer.tensors()
+        model, tensors = self.trainer.strategy.gather_model(), self.trainer.tensors()
         if not self.trainer.world.is_rank_zero:
             return
         checkpoint = Checkpoint(self.step, model, tensors, metadata)
         try:
             save_checkpoint(self.folder, checkpoint, self.config.train.keep)
         except OSError as error:
-            left = checkpoint_steps(self.folder)
-            last = f"the last checkpoint is step {left[-1]}" if left else "no checkpoint exists yet"
             message = (
-                f"cannot save step {self.step}: {error}; {last}; free some space, then run "
-                f"`tvq resume {self.folder}`"
+                f"cannot save step {self.step}: {error}; {self._last_checkpoint()}; free some "
+                f"space, then run `tvq resume {self.folder}`"
             )
-            if must:
+            if required:
                 raise TrainingError(message) from error
             warn(message)
             return
         self.saved_at = self.step
 
-    def _why_not_finite(self, error: Exception) -> str:
-        left = checkpoint_steps(self.folder)
-        kept = f"the last checkpoint is step {left[-1]}" if left else "no checkpoint was written"
+    def _not_finite_message(self, error: Exception) -> str:
         return (
-            f"step {self.step + 1} is not finite ({error}); {kept}; start again with a smaller "
-            "--optim.lr, a longer --optim.warmup or a smaller --optim.grad-clip"
+            f"step {self.step + 1} is not finite ({error}); {self._last_checkpoint()}; start again "
+            "with a smaller --optim.lr, a longer --optim.warmup or a smaller --optim.grad-clip"
         )
 
+    def _last_checkpoint(self) -> str:
+        steps = checkpoint_steps(self.folder)
+        return f"the last checkpoint is step {steps[-1]}" if steps else "no checkpoint exists yet"
+
     def _bits_per_byte(self, split: str) -> float:
-        """Bits per byte for one nat per token, on average over a split."""
+        """Return the factor from nats per token to bits per byte, averaged over a split."""
         size = self.corpus.sizes[split]
         return size.tokens / size.bytes / math.log(2)
 
 
-def _health(update: Update) -> dict[str, float]:
-    """Codebook health averaged over the layers; nothing for full attention."""
-    health = [usage.health() for usage in update.code_usage]
+def _health(result: StepResult) -> dict[str, float]:
+    """Return the codebook health averaged over the layers; empty for full attention."""
+    health = [usage.health() for usage in result.code_usage]
     return {
         name: sum(getattr(h, name) for h in health) / len(health)
         for name in ("share_in_use", "perplexity", "relative_error")

@@ -1,4 +1,4 @@
-"""Cross-entropy of the next token; the step adds the commitment of keys to their codes."""
+"""Cross-entropy loss of the next token; the training step adds the commitment loss."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformer_vq.nn.model import ModelOutput
 
 
 def token_loss(output: ModelOutput, batch: Batch) -> Tensor:
-    """Nats of all valid targets together, in float32."""
+    """Return the summed cross-entropy of all valid targets, in nats (float32)."""
     losses = F.cross_entropy(
         output.logits.flatten(0, 1), batch.targets.flatten(), reduction="none"
     ).view_as(batch.targets)

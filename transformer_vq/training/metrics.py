@@ -1,4 +1,7 @@
-"""The log of a run: metrics.jsonl always, TensorBoard and Weights & Biases when asked for."""
+"""Metrics of a run: always metrics.jsonl, optionally TensorBoard and Weights & Biases.
+
+Rows of metrics.jsonl have a `kind` ("train" or "validation"), a `step` and a CRC-32.
+"""
 
 from __future__ import annotations
 
@@ -20,36 +23,41 @@ CHECKSUM = "crc32"
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return all rows of a run's log, with a warning if damaged lines had to be left out.
+    """Return all valid rows of metrics.jsonl, without their checksums.
 
-    A last line without an end is left out silently: a crash can always cut it off.
+    Warns about corrupt lines. An unfinished last line is skipped silently, because any crash can
+    cause one. Returns an empty list if the file does not exist.
     """
     path = run / NAME
     if not path.is_file():
         return []
     *lines, _ = path.read_bytes().split(b"\n")
     rows = [_parse(line) for line in lines]
-    if damaged := [number for number, row in enumerate(rows, start=1) if row is None]:
+    if corrupt := [number for number, row in enumerate(rows, start=1) if row is None]:
         warn(
-            f"{path}: {len(damaged)} of {len(rows)} lines are damaged and left out, the first is "
-            f"line {damaged[0]}"
+            f"{path}: skipped {len(corrupt)} of {len(rows)} lines, which are corrupt (the first is "
+            f"line {corrupt[0]})"
         )
     return [row for row in rows if row is not None]
 
 
 def rewind(run: Path, step: int, validated_at: int) -> None:
-    """Forget what was logged after a checkpoint, so that resuming logs every update once."""
+    """Remove the rows logged after a checkpoint, so that a resumed run logs every step once.
+
+    step: of the checkpoint. validated_at: step of the last validation before it.
+    """
     last = {"train": step, "validation": validated_at}
     rows = [row for row in read_metrics(run) if row["step"] <= last[row["kind"]]]
     write_text(run / NAME, "".join(_line(row) for row in rows))
 
 
 def _line(row: dict[str, Any]) -> str:
-    """A row as JSON with a checksum, by which a damaged line can be told from a good one."""
+    """Return a row as a line of JSON with a checksum."""
     return json.dumps(row | {CHECKSUM: _checksum(row)}) + "\n"
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the row of a line without its checksum; None if the line is corrupt."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -65,14 +73,18 @@ def _checksum(row: dict[str, Any]) -> str:
 
 
 class MetricsLog:
-    """Rows with a kind (train, validation) and a step."""
+    """Writer of a run's metrics.
 
-    def __init__(self, run: Path, config: RunConfig, step: int, writes: bool = True) -> None:
+    step: number of completed steps. enabled: False on all ranks but rank 0, where nothing is
+    written.
+    """
+
+    def __init__(self, run: Path, config: RunConfig, step: int, enabled: bool = True) -> None:
         self._path = run / NAME
         self._failed = False
-        self._writes = writes
+        self._enabled = enabled
         self._tensorboard = self._wandb = None
-        if not writes:
+        if not enabled:
             return
         if config.train.tensorboard:
             folder = str(run / "tensorboard")
@@ -88,14 +100,15 @@ class MetricsLog:
             )
 
     def write(self, kind: str, step: int, **values: float | None) -> None:
-        if not self._writes:
+        """Append a row. If that fails, warn once; training continues."""
+        if not self._enabled:
             return
         row = {"kind": kind, "step": step, **values}
         try:
             with open(self._path, "a") as file:
                 file.write(_line(row))
         except OSError as error:
-            if not self._failed:  # once is enough; training goes on
+            if not self._failed:
                 warn(f"cannot write {self._path}: {error}")
             self._failed = True
         numbers = {f"{kind}/{name}": x for name, x in values.items() if x is not None}
@@ -106,6 +119,7 @@ class MetricsLog:
             self._wandb.log(numbers, step=step)
 
     def close(self) -> None:
+        """Finish the TensorBoard and Weights & Biases logs."""
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
@@ -114,10 +128,10 @@ class MetricsLog:
 
 @contextmanager
 def metrics_log(
-    run: Path, config: RunConfig, step: int, writes: bool = True
+    run: Path, config: RunConfig, step: int, enabled: bool = True
 ) -> Iterator[MetricsLog]:
-    """The log of a run that stands at `step`; of several processes only one writes."""
-    log = MetricsLog(run, config, step, writes)
+    """Yield a `MetricsLog`, which is closed at the end."""
+    log = MetricsLog(run, config, step, enabled)
     try:
         yield log
     finally:
@@ -125,7 +139,7 @@ def metrics_log(
 
 
 def check_loggers(config: RunConfig) -> None:
-    """Raises UserError if a package that the config asks for is not there."""
+    """Raise UserError if a logger is enabled whose package is not installed."""
     if config.train.tensorboard:
         _summary_writer()
     if config.train.wandb is not None:

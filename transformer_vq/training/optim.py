@@ -1,9 +1,9 @@
-"""Optimizers and learning rate with the semantics of the paper's runs.
+"""Optimizers and learning rate schedule with the semantics of the paper's runs (Section C.2).
 
-Two traps of the stock classes are avoided. `torch.optim.AdamW` multiplies the weight decay by the
-learning rate; here every update takes the same share of a weight, whatever the schedule says.
-`torch.optim.Adafactor` caps its step at 1 / sqrt(t) and factors every matrix; here the schedule
-alone sets the step, and only dimensions of at least 128 are factored.
+They differ from the PyTorch classes in two ways. `torch.optim.AdamW` multiplies the weight decay by
+the learning rate; here the weight decay is constant. `torch.optim.Adafactor` caps the learning rate
+at 1 / sqrt(t) and factors every matrix; here the schedule is not capped, and only dimensions of at
+least 128 are factored.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ from torch import Tensor, nn
 from transformer_vq.config import OptimConfig
 
 
-def learning_rate(config: OptimConfig, update: int, n_updates: int) -> float:
-    """Linear warm-up from zero, then a cosine down to `lr_final_share` of the peak.
+def learning_rate(config: OptimConfig, step: int, n_steps: int) -> float:
+    """Return the learning rate of one step: linear warm-up from zero, then cosine decay.
 
-    update: how many updates came before, 0 for the first one.
+    The cosine ends at `lr_final_share` of the peak. step: number of completed steps, 0 in the first
+    one. n_steps: total number of steps.
     """
-    if update < config.warmup:
-        return config.lr * update / config.warmup
-    done = min((update - config.warmup) / max(n_updates - config.warmup, 1), 1.0)
+    if step < config.warmup:
+        return config.lr * step / config.warmup
+    done = min((step - config.warmup) / max(n_steps - config.warmup, 1), 1.0)
     floor = config.lr * config.lr_final_share
     return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """One group with weight decay, one without: vectors and scalars are never decayed."""
+    """Return the optimizer of `model`; vectors and scalars get no weight decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in trained if p.ndim > 1], "decay_per_update": config.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "decay_per_update": 0.0},
+        {"params": [p for p in trained if p.ndim > 1], "decay_per_step": config.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "decay_per_step": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "adamw":
@@ -44,7 +45,10 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimiz
 
 
 class AdamW(torch.optim.AdamW):
-    """Adam whose weight decay, `decay_per_update` of a group, does not follow the learning rate."""
+    """AdamW whose weight decay does not depend on the learning rate.
+
+    Every step multiplies the weights of a parameter group by 1 - `decay_per_step`.
+    """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
@@ -52,14 +56,15 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         _decay(self.param_groups)
-        return super().step(closure)
+        loss: float | None = super().step(closure)
+        return loss
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor without momentum: steps relative to the size of a parameter, clipped by RMS.
+    """Adafactor without momentum, with updates relative to the RMS of a parameter.
 
-    beta2 = 1 - t^-0.8; second moments are kept as a row and a column when both of the two largest
-    dimensions reach `min_factored`.
+    beta2 = 1 - t^-0.8. Second moments are factored into a row and a column if the two largest
+    dimensions have at least `min_factored` elements.
     """
 
     def __init__(
@@ -80,7 +85,7 @@ class Adafactor(torch.optim.Optimizer):
             "min_factored": min_factored,
             "min_scale": min_scale,
             "eps": eps,
-            "decay_per_update": 0.0,
+            "decay_per_step": 0.0,
         }
         super().__init__(params, defaults)
 
@@ -92,12 +97,15 @@ class Adafactor(torch.optim.Optimizer):
                 if p.grad is not None:
                     update = self._direction(p, self.state[p], group)
                     scale = _rms(p).clamp(min=group["min_scale"])
-                    p.mul_(1 - group["decay_per_update"])
+                    p.mul_(1 - group["decay_per_step"])
                     p.sub_(update * (group["lr"] * scale))
         return loss
 
     def _direction(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        """The gradient over the root of its second moment, clipped to an RMS of `update_clip`."""
+        """Return the normalized gradient of `p`, clipped to an RMS of `update_clip`.
+
+        The gradient is divided by the root of its second moment, which is updated in `state`.
+        """
         squared = p.grad.square() + group["eps"]  # type: ignore[union-attr]
         axes = _factored_axes(p, group["min_factored"])
         if not state:
@@ -116,14 +124,18 @@ class Adafactor(torch.optim.Optimizer):
             row, col = axes
             state["v_row"].lerp_(squared.mean(col), 1 - beta2)
             state["v_col"].lerp_(squared.mean(row), 1 - beta2)
-            # v is estimated by the outer product of the two over their common mean
+            # The second moment is estimated by the outer product of the two over their mean.
             v_row, v_col = state["v_row"].unsqueeze(col), state["v_col"].unsqueeze(row)
             update = p.grad * (v_row / v_row.mean(row, keepdim=True)).rsqrt() * v_col.rsqrt()
-        return update / (_rms(update) / group["update_clip"]).clamp(min=1)
+        clipped: Tensor = update / (_rms(update) / group["update_clip"]).clamp(min=1)
+        return clipped
 
 
 def _factored_axes(p: Tensor, min_factored: int) -> tuple[int, int] | None:
-    """The axes kept by the row and by the column statistics: second largest and largest."""
+    """Return the axes kept by the row and the column statistics; None if `p` is not factored.
+
+    They are the second largest and the largest dimension.
+    """
     if p.ndim < 2:
         return None
     *_, second, largest = sorted(range(p.ndim), key=lambda axis: p.shape[axis])
@@ -136,6 +148,6 @@ def _rms(x: Tensor) -> Tensor:
 
 def _decay(groups: list[dict[str, Any]]) -> None:
     for group in groups:
-        if group["decay_per_update"]:
+        if group["decay_per_step"]:
             with_grad = [p for p in group["params"] if p.grad is not None]
-            torch._foreach_mul_(with_grad, 1 - group["decay_per_update"])
+            torch._foreach_mul_(with_grad, 1 - group["decay_per_step"])

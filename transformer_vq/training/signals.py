@@ -1,4 +1,7 @@
-"""Stopping in good order: the first Ctrl-C, SIGTERM or SIGHUP asks, a second Ctrl-C insists."""
+"""Graceful stop on signals.
+
+The first SIGINT (Ctrl-C), SIGTERM or SIGHUP requests a stop; a second Ctrl-C quits at once.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,16 @@ MESSAGE = "\nstopping after this step and saving; press Ctrl-C again to quit wit
 
 
 class StopRequest:
-    """A context in which SIGINT, SIGTERM and SIGHUP are noted instead of obeyed at once."""
+    """A context that records SIGINT, SIGTERM and SIGHUP instead of stopping at once.
+
+    It is true once a signal has arrived. A second SIGINT raises KeyboardInterrupt. Signals that
+    were ignored before (as under nohup) stay ignored. In other threads than the main thread the
+    context has no effect.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._before: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -26,21 +34,21 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-                    self._before[number] = signal.signal(number, self._note)
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous_handlers[number] = signal.signal(number, self._record)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        is_rank_zero = self.signal is None
+        is_first = self.signal is None
         self.signal = number
-        if is_rank_zero:
+        if is_first:
             # The terminal may be closed (SIGHUP), or the signal may interrupt another print to
-            # stderr, which raises RuntimeError. Neither must keep the run from being saved.
+            # stderr, which raises RuntimeError. Neither may prevent the run from being saved.
             with suppress(OSError, RuntimeError):
                 warn(MESSAGE)

@@ -1,4 +1,4 @@
-"""enwik8: where its splits begin, and a download that can be interrupted."""
+"""enwik8: its splits, and a download that can be interrupted and resumed."""
 
 import gzip
 import hashlib
@@ -20,7 +20,7 @@ SHA256 = hashlib.sha256(CONTENT).hexdigest()
 
 
 def split_bytes(source, split):
-    return b"".join(piece.tokens.tobytes() for piece in source.chunks(split))
+    return b"".join(chunk.tokens.tobytes() for chunk in source.chunks(split))
 
 
 def write_zip(path, content):
@@ -28,7 +28,7 @@ def write_zip(path, content):
         archive.writestr("enwik8", content)
 
 
-def test_the_whole_file_has_the_published_edges(tmp_path, capsys):
+def test_the_complete_file_has_the_published_splits(tmp_path, capsys):
     path = tmp_path / "enwik8"
     with open(path, "wb") as file:
         file.truncate(100_000_000)
@@ -43,7 +43,7 @@ def test_the_whole_file_has_the_published_edges(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_another_size_is_divided_by_proportion_with_one_line_of_warning(tmp_path, capsys):
+def test_a_file_of_another_size_is_split_in_proportion_with_a_warning(tmp_path, capsys):
     path = tmp_path / "head"
     path.write_bytes(CONTENT[:1000])
     source = enwik8_source(path, tmp_path)
@@ -56,7 +56,7 @@ def test_another_size_is_divided_by_proportion_with_one_line_of_warning(tmp_path
     assert "cannot be compared" in lines[0]
 
 
-def test_packed_files_and_folders_are_found(tmp_path):
+def test_compressed_files_and_folders_are_accepted(tmp_path):
     write_zip(tmp_path / "enwik8.zip", CONTENT[:1000])
     with gzip.open(tmp_path / "other.gz", "wb") as file:
         file.write(CONTENT[:1000])
@@ -64,13 +64,13 @@ def test_packed_files_and_folders_are_found(tmp_path):
         assert split_bytes(enwik8_source(path, tmp_path), "train") == CONTENT[:900]
 
 
-def test_the_plain_file_of_a_folder_comes_before_the_packed_one(tmp_path):
+def test_a_plain_file_is_preferred_to_a_compressed_one(tmp_path):
     write_zip(tmp_path / "enwik8.zip", CONTENT[:1000])
     (tmp_path / "enwik8").write_bytes(CONTENT[:1000])
     assert enwik8_source(tmp_path, tmp_path).files == (tmp_path / "enwik8",)
 
 
-def test_without_a_path_it_is_what_was_downloaded(tmp_path, monkeypatch):
+def test_without_a_path_the_download_is_used(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"run `tvq prepare enwik8` or give a file as --data\.path"):
         enwik8_source(None, tmp_path)
     (tmp_path / "downloads").mkdir()
@@ -83,22 +83,22 @@ def test_without_a_path_it_is_what_was_downloaded(tmp_path, monkeypatch):
 def test_a_corrupt_download_is_rejected_without_network(tmp_path):
     (tmp_path / "downloads").mkdir()
     path = tmp_path / "downloads/enwik8.zip"
-    write_zip(path, CONTENT[:1000])  # intact by itself, but another file
+    write_zip(path, CONTENT[:1000])  # a valid zip file, but another one
     with pytest.raises(DataError, match="delete it and run `tvq prepare enwik8`") as raised:
         enwik8_source(None, tmp_path)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_missing_or_broken_is_said_in_one_line(tmp_path):
-    write_zip(tmp_path / "whole.zip", CONTENT[:1000])
+def test_missing_and_corrupt_files_are_rejected_in_one_line(tmp_path):
+    write_zip(tmp_path / "intact.zip", CONTENT[:1000])
     broken = tmp_path / "enwik8.zip"
-    broken.write_bytes((tmp_path / "whole.zip").read_bytes()[:500])
+    broken.write_bytes((tmp_path / "intact.zip").read_bytes()[:500])
     (tmp_path / "empty").mkdir()
     for path, message in [
         (broken, "cannot read"),
         (tmp_path / "absent", "does not exist"),
-        (tmp_path / "empty", "neither enwik8 nor"),
+        (tmp_path / "empty", "contains neither enwik8 nor"),
         (Path("/dev/zero"), "neither a regular file nor a folder"),
     ]:
         with pytest.raises(DataError, match=message) as raised:
@@ -108,17 +108,17 @@ def test_what_is_missing_or_broken_is_said_in_one_line(tmp_path):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Serves CONTENT as the server's `behaviour` says, and notes which ranges were asked for."""
+    """Serves CONTENT according to the server's `behaviour` and records the requested ranges."""
 
     def do_GET(self):
         server = self.server
-        asked = self.headers.get("Range")
-        server.asked.append(asked)
+        requested = self.headers.get("Range")
+        server.requested.append(requested)
         if server.behaviour == "absent":
             self.send_error(404)
             return
-        resumed = asked is not None and server.behaviour != "no ranges"
-        content = CONTENT[int(asked[len("bytes=") : -1]) :] if resumed else CONTENT
+        resumed = requested is not None and server.behaviour != "no ranges"
+        content = CONTENT[int(requested[len("bytes=") : -1]) :] if resumed else CONTENT
         self.send_response(206 if resumed else 200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -129,14 +129,14 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *args):
-        """Silence."""
+        """Print nothing."""
 
 
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.behaviour, server.asked = "", []
+        server.behaviour, server.requested = "", []
         server.url = f"http://127.0.0.1:{server.server_port}/enwik8.zip"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -153,26 +153,26 @@ def assert_fails_in_one_line(server, cache, message):
     with pytest.raises(DataError, match=message) as raised:
         fetch(server, cache)
     assert "\n" not in str(raised.value)
-    assert "run it again to resume" in str(raised.value)
+    assert "run the command again to resume" in str(raised.value)
     assert "--data.path" in str(raised.value)
 
 
-def test_a_download_is_put_into_place_whole_and_only_once(server, tmp_path):
+def test_a_complete_download_is_not_repeated(server, tmp_path):
     path = fetch(server, tmp_path / "cache")
     assert path == tmp_path / "cache/downloads/enwik8.zip"
     assert path.read_bytes() == CONTENT
     assert fetch(server, tmp_path / "cache") == path
-    assert server.asked == [None]
+    assert server.requested == [None]
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_file_of_another_size_is_fetched_again(server, tmp_path):
+def test_an_existing_file_of_the_wrong_size_is_downloaded_again(server, tmp_path):
     path = fetch(server, tmp_path)
     path.write_bytes(CONTENT[:10])
     assert fetch(server, tmp_path).read_bytes() == CONTENT
 
 
-def test_a_corrupt_file_of_the_right_size_is_fetched_again_with_a_warning(server, tmp_path, capsys):
+def test_a_corrupt_download_is_replaced_with_a_warning(server, tmp_path, capsys):
     path = fetch(server, tmp_path)
     path.write_bytes(bytes([CONTENT[0] ^ 1]) + CONTENT[1:])
     capsys.readouterr()
@@ -182,7 +182,7 @@ def test_a_corrupt_file_of_the_right_size_is_fetched_again_with_a_warning(server
 
 
 @pytest.mark.parametrize("content", [b"precious", None])
-def test_a_partial_file_that_is_a_link_is_not_written_through(server, tmp_path, content):
+def test_download_does_not_write_through_a_link(server, tmp_path, content):
     (tmp_path / "downloads").mkdir()
     other = tmp_path / "other"
     if content is not None:
@@ -194,23 +194,23 @@ def test_a_partial_file_that_is_a_link_is_not_written_through(server, tmp_path, 
     assert (other.read_bytes() if other.exists() else None) == content
 
 
-def test_an_interrupted_download_goes_on_where_it_stopped(server, tmp_path):
+def test_an_interrupted_download_is_resumed(server, tmp_path):
     server.behaviour = "closes early"
     assert_fails_in_one_line(server, tmp_path, "closed after 1,000,000 of 3,000,000 bytes")
     server.behaviour = ""
     assert fetch(server, tmp_path).read_bytes() == CONTENT
-    assert server.asked == [None, "bytes=1000000-"]
+    assert server.requested == [None, "bytes=1000000-"]
 
 
-def test_a_server_without_ranges_sends_all_again(server, tmp_path):
+def test_download_starts_again_if_the_server_has_no_ranges(server, tmp_path):
     server.behaviour = "closes early"
     assert_fails_in_one_line(server, tmp_path, "closed after")
     server.behaviour = "no ranges"
     assert fetch(server, tmp_path).read_bytes() == CONTENT
-    assert server.asked == [None, "bytes=1000000-"]
+    assert server.requested == [None, "bytes=1000000-"]
 
 
-def test_a_wrong_checksum_leaves_nothing_behind(server, tmp_path):
+def test_a_wrong_checksum_is_rejected_and_leaves_no_files(server, tmp_path):
     with pytest.raises(DataError, match="is not the published") as raised:
         fetch(server, tmp_path, sha256="0" * 64)
     assert "\n" not in str(raised.value)
@@ -218,14 +218,14 @@ def test_a_wrong_checksum_leaves_nothing_behind(server, tmp_path):
     assert fetch(server, tmp_path).read_bytes() == CONTENT
 
 
-def test_a_partial_file_that_is_already_whole_is_only_checked(server, tmp_path):
+def test_a_complete_partial_file_is_only_verified(server, tmp_path):
     (tmp_path / "downloads").mkdir()
     (tmp_path / "downloads/enwik8.zip.partial").write_bytes(CONTENT)
     assert fetch(server, tmp_path).read_bytes() == CONTENT
-    assert server.asked == []
+    assert server.requested == []
 
 
-def test_network_errors_are_one_line(server, tmp_path, monkeypatch):
+def test_network_errors_are_reported_in_one_line(server, tmp_path, monkeypatch):
     server.behaviour = "absent"
     assert_fails_in_one_line(server, tmp_path, "404")
     server.behaviour = "stalls"
@@ -233,7 +233,7 @@ def test_network_errors_are_one_line(server, tmp_path, monkeypatch):
     assert_fails_in_one_line(server, tmp_path, "timed out")
 
 
-def test_no_server_is_one_line(tmp_path, monkeypatch):
+def test_an_unreachable_server_is_reported_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     with pytest.raises(DataError, match="cannot download") as raised:
         download(tmp_path, "http://127.0.0.1:9/enwik8.zip")

@@ -1,1 +1,1 @@
-"""Data sources: one file per format."""
+"""Data sources: one file per dataset format, all with the interface of `base.Source`."""

@@ -1,4 +1,4 @@
-"""enwik8: the first 100,000,000 bytes of a Wikipedia dump, 90M / 5M / 5M, and its download."""
+"""enwik8: the first 100,000,000 bytes of a Wikipedia dump, its splits and its download."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from transformer_vq.data.sources.base import DataError, kind_of
-from transformer_vq.data.sources.text import CHUNK, ByteFiles
-from transformer_vq.files import CorruptFileError, file_digest
+from transformer_vq.data.sources.base import DataError
+from transformer_vq.data.sources.compression import CHUNK
+from transformer_vq.data.sources.paths import path_kind
+from transformer_vq.data.sources.text import ByteFiles
+from transformer_vq.files import PARTIAL, CorruptFileError, file_digest
 from transformer_vq.progress import progress_bar, warn
 
 URL = "http://mattmahoney.net/dc/enwik8.zip"
@@ -24,35 +26,37 @@ TIMEOUT = 30.0  # seconds without a byte
 
 
 def enwik8_source(path: Path | None, cache: Path) -> ByteFiles:
-    """The published split of enwik8; a file of another size is divided in the same proportions.
+    """Return enwik8 with its published splits: 90M, 5M and 5M bytes.
 
-    path: the file, packed or not, or a folder that holds it; without it, what `download` left.
+    path: the file, compressed or not, or its folder; None uses the file that `download` saved.
+    A file of another size is split in the same proportions, with a warning.
     """
-    file = _find(path, cache)
-    source = ByteFiles.of(file, [file])
+    file = _find_file(path, cache)
+    source = ByteFiles.from_files(file, [file])
     if source.n_bytes == SIZE:
         return replace(source, edges=EDGES)
     warn(
         f"{file} has {source.n_bytes:,} bytes instead of the {SIZE:,} of enwik8: "
-        "figures cannot be compared with published ones"
+        "results cannot be compared with published ones"
     )
     return source
 
 
 def download(cache: Path, url: str = URL, size: int = ZIP_SIZE, sha256: str = ZIP_SHA256) -> Path:
-    """Fetch the zip file unless an intact copy exists; resumes an earlier download.
+    """Download enwik8.zip to the cache and return its path.
 
-    A corrupt copy is replaced, with a warning.
+    Does nothing if an intact copy exists, and resumes an interrupted download. A corrupt copy is
+    replaced, with a warning. Raises DataError if the download fails.
     """
-    target = _downloaded(cache)
+    target = _download_path(cache)
     if _is_intact(target, sha256):
         return target
     if os.path.lexists(target):
         warn(f"{target} is not the published enwik8.zip; downloading it again")
-    partial = target.with_name(f"{target.name}.partial")
+    partial = target.with_name(f"{target.name}{PARTIAL}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _fetch(url, partial, size)
+        _resume_download(url, partial, size)
         digest = file_digest(partial)
         if digest == sha256:
             os.replace(partial, target)
@@ -60,40 +64,39 @@ def download(cache: Path, url: str = URL, size: int = ZIP_SIZE, sha256: str = ZI
         partial.unlink()
     except (OSError, CorruptFileError, http.client.HTTPException) as error:
         if isinstance(error, HTTPError):
-            error.close()  # it holds the connection
-        why = str(error) or type(error).__name__
+            error.close()  # it keeps the connection open
         raise DataError(
-            f"cannot download {url}: {why}; run it again to resume, or give a local file as "
-            "--data.path"
+            f"cannot download {url}: {str(error) or type(error).__name__}; run the command again "
+            "to resume, or give a local file as --data.path"
         ) from error
     raise DataError(
-        f"{url} is not the published enwik8.zip (SHA-256 {digest}); it was deleted, run it again "
-        "or give a local file as --data.path"
+        f"{url} is not the published enwik8.zip (SHA-256 {digest}) and was deleted; run the "
+        "command again, or give a local file as --data.path"
     )
 
 
-def _find(path: Path | None, cache: Path) -> Path:
+def _find_file(path: Path | None, cache: Path) -> Path:
     if path is None:
-        file = _downloaded(cache)
+        file = _download_path(cache)
         if not os.path.lexists(file):
             raise DataError(
                 "enwik8 is not downloaded; run `tvq prepare enwik8` or give a file as --data.path"
             )
         if not _is_intact(file, ZIP_SHA256):
-            fix = "delete it and run `tvq prepare enwik8`"
-            raise DataError(f"{file} is not the published enwik8.zip, it may be corrupt; {fix}")
+            raise DataError(
+                f"{file} is corrupt or not the published enwik8.zip; delete it and run "
+                "`tvq prepare enwik8`"
+            )
         return file
-    if kind_of(path, "--data.path must be enwik8 or enwik8.zip") == "file":
+    if path_kind(path, "--data.path must be enwik8 or enwik8.zip") == "file":
         return path
     found = [path / name for name in NAMES if (path / name).is_file()]
     if not found:
-        raise DataError(
-            f"there is neither enwik8 nor enwik8.zip in {path}; give another --data.path"
-        )
+        raise DataError(f"{path} contains neither enwik8 nor enwik8.zip; give another --data.path")
     return found[0]
 
 
-def _downloaded(cache: Path) -> Path:
+def _download_path(cache: Path) -> Path:
     return cache / "downloads" / "enwik8.zip"
 
 
@@ -104,10 +107,10 @@ def _is_intact(file: Path, sha256: str) -> bool:
         return False
 
 
-def _fetch(url: str, partial: Path, size: int) -> None:
-    """Append what is missing; a server that cannot begin in the middle sends all again."""
+def _resume_download(url: str, partial: Path, size: int) -> None:
+    """Append the missing bytes; start again if the server does not support ranges."""
     if partial.is_symlink() or not partial.is_file():
-        partial.unlink(missing_ok=True)  # nothing is ever written through a link
+        partial.unlink(missing_ok=True)  # never write through a link
     done = partial.stat().st_size if partial.is_file() else 0
     if done >= size:
         return

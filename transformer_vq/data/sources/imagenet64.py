@@ -1,7 +1,4 @@
-"""Images of 64x64 pixels as 12,288 tokens: row by row, red, green and blue of a pixel together.
-
-Downsampled ImageNet in the npz batches it is published in.
-"""
+"""ImageNet64: downsampled ImageNet, read from the npz files in which it is published."""
 
 from __future__ import annotations
 
@@ -15,75 +12,58 @@ from typing import IO
 
 import numpy as np
 
-from transformer_vq.data.sources.base import (
+from transformer_vq.data.sources.base import Chunk, DataError, file_ranges
+from transformer_vq.data.sources.paths import (
     READ_ERRORS,
-    Chunk,
-    DataError,
     check_folder,
-    kind_of,
-    reason,
-    stat_of,
+    error_reason,
+    file_fingerprint,
+    path_kind,
 )
+from transformer_vq.data.sources.pixels import N_TOKENS, SIDE, images_to_tokens
 from transformer_vq.progress import warn
 
-SIDE = 64
-N_TOKENS = 3 * SIDE * SIDE
 CHUNK = 256  # images read at once from an npz file
-FULL_TRAIN, FULL_TEST = 1_281_167, 50_000  # images of the whole ImageNet64
-PAPER_TRAIN = 1_200_000  # the first ones, on which the paper trains; the rest is validation
-
-
-def to_tokens(images: np.ndarray) -> np.ndarray:
-    """images: [n, 64, 64, 3] uint8. Returns [n, 12288]."""
-    if images.shape[1:] != (SIDE, SIDE, 3) or images.dtype != np.uint8:
-        got = f"{images.dtype} {list(images.shape)}"
-        raise ValueError(f"images must be uint8 [n, {SIDE}, {SIDE}, 3], not {got}")
-    return images.reshape(-1, N_TOKENS)
-
-
-def to_images(tokens: np.ndarray) -> np.ndarray:
-    """tokens: [n, 12288], whole numbers from 0 to 255. Returns [n, 64, 64, 3] uint8."""
-    if tokens.shape[1:] != (N_TOKENS,):
-        raise ValueError(f"tokens must be [n, {N_TOKENS}], not {list(tokens.shape)}")
-    if tokens.size and (tokens.min() < 0 or tokens.max() > 255):
-        raise ValueError("tokens of images must be from 0 to 255")
-    return tokens.astype(np.uint8).reshape(-1, SIDE, SIDE, 3)
+FULL_TRAIN, FULL_TEST = 1_281_167, 50_000  # images in the complete dataset
+PAPER_TRAIN = 1_200_000  # the paper trains on the first ones; the rest is validation
 
 
 @dataclass(frozen=True)
 class ImageNet64:
-    """Downsampled ImageNet 64x64, a document per image.
+    """ImageNet64, one document per image.
 
-    Its validation set is the test split; validation is the end of its training set.
+    The official validation set is the test split. The last images of the training set are the
+    validation split.
     """
 
     root: Path
     files: tuple[Path, ...]
-    """The training batches in their order, then the official validation set."""
+    """The training files in numerical order, then the official validation set."""
     counts: tuple[int, ...]
+    """Images per file."""
     edges: tuple[int, int]
-    """Where validation and test begin, counted in images over all files together."""
+    """Where validation and test start, counted in images over all files."""
     vocab_size: int = 256
     bos: int = 0
     has_words: bool = False
 
     @classmethod
-    def of(cls, root: Path) -> ImageNet64:
-        """A folder with `train_data_batch_1.npz` and so on and `val_data.npz`."""
-        check_folder(root, "--data.path must be the folder of the npz files of ImageNet64")
+    def from_folder(cls, root: Path) -> ImageNet64:
+        """Find `train_data_batch_1.npz`, `train_data_batch_2.npz`, ... and `val_data.npz`."""
+        check_folder(root, "--data.path must be the folder of the ImageNet64 npz files")
         numbered = [(f.stem.rpartition("_")[2], f) for f in root.glob("train_data_batch_*.npz")]
-        batches = sorted((int(number), file) for number, file in numbered if number.isdecimal())
+        train = sorted((int(number), file) for number, file in numbered if number.isdecimal())
         official = root / "val_data.npz"
-        if not batches or not official.is_file():
-            missing = "val_data.npz" if batches else "train_data_batch_1.npz"
-            raise DataError(f"{missing} is not in {root}; put all npz files of ImageNet64 there")
-        files = (*(file for _, file in batches), official)
+        if not train or not official.is_file():
+            missing = "val_data.npz" if train else "train_data_batch_1.npz"
+            raise DataError(f"{missing} is not in {root}; put all ImageNet64 npz files there")
+        files = (*(file for _, file in train), official)
         counts = tuple(_count(file) for file in files)
         n_train, n_test = sum(counts[:-1]), counts[-1]
         if (n_train, n_test) != (FULL_TRAIN, FULL_TEST):
             warn(
-                f"{root} holds {n_train:,} + {n_test:,} images, not {FULL_TRAIN:,} + "
-                f"{FULL_TEST:,}: figures cannot be compared with published ones"
+                f"{root} contains {n_train:,} + {n_test:,} images instead of {FULL_TRAIN:,} + "
+                f"{FULL_TEST:,}: results cannot be compared with published ones"
             )
         return cls(root, files, counts, (round(n_train * PAPER_TRAIN / FULL_TRAIN), n_train))
 
@@ -92,32 +72,27 @@ class ImageNet64:
         return N_TOKENS * sum(self.counts)
 
     def fingerprint(self) -> list[object]:
-        return [[stat_of(file, self.root) for file in self.files], list(self.edges)]
+        return [[file_fingerprint(file, self.root) for file in self.files], list(self.edges)]
 
     def setup(self, folder: Path) -> None:
-        """Colours are tokens as they are."""
+        """Do nothing: color values are tokens already."""
 
     def chunks(self, split: str) -> Iterator[Chunk]:
-        low, high = split_range(split, self.edges, sum(self.counts))
-        start = 0
-        for file, count in zip(self.files, self.counts, strict=True):
-            for tokens in _read(file, max(low - start, 0), min(high - start, count)):
+        for index, first, last in file_ranges(split, self.edges, self.counts):
+            for tokens in _read(self.files[index], first, last):
                 yield Chunk(tokens, True, N_TOKENS)
-            start += count
 
 
 def _read(path: Path, first: int, last: int) -> Iterator[np.ndarray]:
-    """Tokens of images first to last; planes of red, green and blue become pixels."""
-    if first >= last:
-        return
+    """Yield the tokens of images first to last; stored color planes are interleaved to pixels."""
     with _open(path) as (file, _):
-        for start in range(0, last, CHUNK):  # from 0, since a checksum needs the whole file
+        for start in range(0, last, CHUNK):  # from 0, because zipfile's checksum needs all bytes
             n = min(CHUNK, last - start)
             data = file.read(n * N_TOKENS)
             if len(data) < n * N_TOKENS:
                 raise EOFError("it ends too early")
             planes = np.frombuffer(data, dtype=np.uint8).reshape(n, 3, SIDE, SIDE)
-            yield from to_tokens(planes[max(first - start, 0) :].transpose(0, 2, 3, 1))
+            yield from images_to_tokens(planes[max(first - start, 0) :].transpose(0, 2, 3, 1))
 
 
 def _count(path: Path) -> int:
@@ -127,44 +102,39 @@ def _count(path: Path) -> int:
 
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[IO[bytes], int]]:
-    """The array `data` of an npz file from its first byte on, and the number of its images."""
+    """Yield the array `data` of an npz file, positioned at its first image, and its length."""
     fix = "copy or download it again"
     try:
-        if kind_of(path, fix) != "file":
+        if path_kind(path, fix) != "file":
             raise DataError(f"{path} is a folder, not an npz file; {fix}")
         with zipfile.ZipFile(path) as archive:
             if "data.npy" not in archive.namelist():
-                raise DataError(f"{path} has no array `data`; it is not a file of ImageNet64")
+                raise DataError(f"{path} has no array `data`; it is not an ImageNet64 file")
             with archive.open("data.npy") as file:
                 n_images = _read_header(file, path)
                 if file.tell() + n_images * N_TOKENS != archive.getinfo("data.npy").file_size:
-                    raise EOFError("its array does not have the size that its header gives")
+                    raise EOFError("the size of its array does not match its header")
                 yield file, n_images
     except DataError:
         raise
     except READ_ERRORS as error:
-        raise DataError(f"cannot read {path}: {reason(error)}; {fix}") from error
+        raise DataError(f"cannot read {path}: {error_reason(error)}; {fix}") from error
 
 
 def _read_header(file: IO[bytes], path: Path) -> int:
-    """How many images follow."""
+    """Return the number of images that follow."""
     try:
         with warnings.catch_warnings(action="ignore"):  # about files written by Python 2
             if np.lib.format.read_magic(file) == (1, 0):
-                shape, in_columns, dtype = np.lib.format.read_array_header_1_0(file)
+                shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
             else:
-                shape, in_columns, dtype = np.lib.format.read_array_header_2_0(file)
-    except Exception as error:  # a header is a Python literal: numpy raises what its parser does
+                shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
+    except Exception as error:  # numpy parses Python literals, which can raise many kinds of errors
         raise EOFError("the header of its array is corrupt") from error
-    if dtype != np.uint8 or shape[1:] != (N_TOKENS,) or in_columns:
-        order = " in column order" if in_columns else ""
+    if dtype != np.uint8 or shape[1:] != (N_TOKENS,) or is_fortran:
+        order = " in column order" if is_fortran else ""
         raise DataError(
-            f"{path} holds {dtype} {list(shape)}{order}, not uint8 [n, {N_TOKENS}] as the set of "
-            "64x64 images does; other sizes are not supported"
+            f"{path} contains {dtype} {list(shape)}{order} instead of uint8 [n, {N_TOKENS}]; "
+            "download the 64x64 version, other sizes are not supported"
         )
     return int(shape[0])
-
-
-def split_range(split: str, edges: tuple[int, int], total: int) -> tuple[int, int]:
-    """Where a split begins and ends; `edges`: where validation and test begin."""
-    return {"train": (0, edges[0]), "validation": edges, "test": (edges[1], total)}[split]

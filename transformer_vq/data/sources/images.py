@@ -1,4 +1,4 @@
-"""Folders of any images: each is squashed to 64x64 pixels, its tokens in ImageNet64's order."""
+"""A folder of images of any format and size, each one resized to 64x64 pixels."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer_vq.data.sources.base import (
-    Chunk,
-    DataError,
+from transformer_vq.data.sources.base import Chunk, DataError, split_range
+from transformer_vq.data.sources.paths import (
     check_folder,
-    files_in,
-    reason,
-    stat_of,
+    error_reason,
+    file_fingerprint,
+    hash_order,
+    list_files,
 )
-from transformer_vq.data.sources.imagenet64 import N_TOKENS, SIDE, split_range
-from transformer_vq.data.sources.text import mixed
+from transformer_vq.data.sources.pixels import N_TOKENS, SIDE
 from transformer_vq.errors import missing_extra
 from transformer_vq.progress import progress_bar, warn
 
 HELD_OUT_SHARE = 0.05  # of all images, for validation and again for test
-CHUNK = 1024  # images that threads are given at once; what is decoded waits in memory
+CHUNK = 1024  # images submitted to the threads at once; bounds the decoded images in memory
 N_THREADS = min(os.cpu_count() or 1, 16)
 
 
 @dataclass
 class ImageFolder:
-    """The images below a folder, a document each, in an order that mixes them."""
+    """The images below a folder, one document per image, in a fixed pseudorandom order."""
 
     root: Path
     files: tuple[Path, ...]
@@ -42,14 +41,15 @@ class ImageFolder:
     bos: int = 0
     has_words: bool = False
     _rows: np.ndarray | None = field(default=None, init=False, repr=False)
+    """Tokens of all readable images, [n, 12288]; None until `setup` has decoded them."""
 
     @classmethod
-    def of(cls, root: Path) -> ImageFolder:
-        """All files whose names end as those of Pillow's formats do; hidden ones are left out."""
+    def from_folder(cls, root: Path) -> ImageFolder:
+        """Find all files with a suffix that Pillow can open; hidden files are skipped."""
         check_folder(root, "--data.path must be a folder of images")
-        endings = _image_endings()
-        found = files_in(root, wanted=lambda name: Path(name).suffix.lower() in endings)
-        files = mixed(root, found)
+        suffixes = _image_suffixes()
+        found = list_files(root, wanted=lambda name: Path(name).suffix.lower() in suffixes)
+        files = hash_order(root, found)
         _check_enough(len(files), root)
         return cls(root, tuple(files))
 
@@ -60,15 +60,15 @@ class ImageFolder:
     def fingerprint(self) -> list[object]:
         digest = hashlib.sha256()
         for file in self.files:
-            digest.update(repr(stat_of(file, self.root)).encode())
+            digest.update(repr(file_fingerprint(file, self.root)).encode())
         return [len(self.files), digest.hexdigest()]
 
     def setup(self, folder: Path) -> None:
-        """Decode all into a nameless file, since only readable images count in the split."""
+        """Decode all images into an unnamed file, because only readable images are split."""
         n_files, failures = len(self.files), []
         with (
             tempfile.TemporaryFile(dir=folder.parent) as rows,
-            warnings.catch_warnings(action="ignore"),  # Pillow has much to say about odd files
+            warnings.catch_warnings(action="ignore"),  # Pillow warns about many unusual files
             closing(_decode_all(self.files)) as decoded,
             progress_bar("decoding", n_files, "images") as advance,
         ):
@@ -82,8 +82,10 @@ class ImageFolder:
             if len(failures) < n_files:
                 self._rows = np.memmap(rows, np.uint8, "r").reshape(-1, N_TOKENS)
         if failures:
-            what = f"{len(failures):,} of {n_files:,} images below {self.root}"
-            warn(f"{what} cannot be read and are left out, the first is {failures[0]}")
+            warn(
+                f"{len(failures):,} of {n_files:,} images below {self.root} cannot be read and are "
+                f"skipped, for example {failures[0]}"
+            )
         _check_enough(n_files - len(failures), self.root)
 
     def chunks(self, split: str) -> Iterator[Chunk]:
@@ -96,18 +98,19 @@ class ImageFolder:
             yield Chunk(tokens, True, N_TOKENS)
 
 
-def decode(path: Path) -> np.ndarray:
-    """A image as RGB [64, 64, 3]: the way up it was taken, on white, squashed as ImageNet64 is.
+def decode_image(path: Path) -> np.ndarray:
+    """Return an image file as RGB [64, 64, 3], uint8.
 
-    Note: images of a size that Pillow takes for an attack are refused.
+    The EXIF orientation is applied and transparency becomes white. The image is resized with a box
+    filter, as in ImageNet64, without keeping its aspect ratio.
+    Note: Pillow raises an error for extremely large images (decompression bombs).
     """
-    try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise missing_extra("decoding images", "Pillow", "image") from None
+    _require_pillow()
+    from PIL import Image, ImageOps
+
     with Image.open(path) as opened:
         image: Image.Image = ImageOps.exif_transpose(opened)
-        if image.mode.startswith("I"):  # 16 bits a pixel, which would be cut off at 255
+        if image.mode.startswith("I"):  # 16 bits per channel, which convert() would clip at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
             image = image.convert("RGBA")
@@ -118,9 +121,9 @@ def decode(path: Path) -> np.ndarray:
 
 
 def _decode_all(files: Sequence[Path]) -> Generator[np.ndarray | str, None, None]:
-    """The images in the order of their files, each decoded or the reason why it cannot be.
+    """Yield each image in the order of the files, or the reason why it cannot be decoded.
 
-    Threads are enough: Pillow leaves the interpreter to others while it decodes and resizes.
+    Threads are sufficient: Pillow releases the GIL while it decodes and resizes.
     """
     with ThreadPoolExecutor(N_THREADS) as pool:
         for start in range(0, len(files), CHUNK):
@@ -129,20 +132,28 @@ def _decode_all(files: Sequence[Path]) -> Generator[np.ndarray | str, None, None
 
 def _decode_or_reason(file: Path) -> np.ndarray | str:
     try:
-        return decode(file)
-    except Exception as error:  # broken files make Pillow raise errors of almost any kind
-        return reason(error)
+        return decode_image(file)
+    except Exception as error:  # Pillow raises many kinds of errors for corrupt files
+        return error_reason(error)
 
 
-def _image_endings() -> set[str]:
+def _image_suffixes() -> set[str]:
+    _require_pillow()
+    from PIL import Image
+
+    return {end for end, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+
+
+def _require_pillow() -> None:
     try:
-        from PIL import Image
+        import PIL.Image  # noqa: F401
     except ImportError:
         raise missing_extra("decoding images", "Pillow", "image") from None
-    return {end for end, kind in Image.registered_extensions().items() if kind in Image.OPEN}
 
 
 def _check_enough(n_images: int, root: Path) -> None:
     if n_images < 3:
-        need = "train, validation and test need at least one each"
-        raise DataError(f"readable images below {root}: {n_images}, but {need}")
+        raise DataError(
+            f"{root} contains {n_images} readable images, but train, validation and test need at "
+            "least one each; add images or give another --data.path"
+        )

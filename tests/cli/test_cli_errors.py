@@ -1,4 +1,4 @@
-"""Mistakes on the command line, missing packages, full disks: one line and exit status 2 each."""
+"""Invalid command lines, missing packages, full disks: one line and exit status 2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from command_lines import TINY
 
 @pytest.fixture(scope="module")
 def shared_sandbox(tmp_path_factory):
-    return Sandbox(tmp_path_factory.mktemp("mistakes") / "sandbox")
+    return Sandbox(tmp_path_factory.mktemp("errors") / "sandbox")
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def sandbox(shared_sandbox):
     shared_sandbox.restore()
 
 
-def mistake(sandbox, line, prepare=None, **limits):
-    """The one line on stderr of a command that ends with exit status 2."""
+def user_error(sandbox, line, prepare=None, **limits):
+    """Run a command that must exit with status 2; return its error line."""
     ended = sandbox.run(line.split(" "), prepare, **limits)
     assert ended.status == 2, ended
     assert not ended.has_traceback, ended.err
@@ -46,18 +46,18 @@ TRAIN = f"train tiny {TINY} --data.path texts --out new-run"
 
 
 def test_info_rejects_more_processes_than_sequences(sandbox):
-    assert "--train.batch-size" in mistake(sandbox, "info tiny --parallel.dp 300")
+    assert "--train.batch-size" in user_error(sandbox, "info tiny --parallel.dp 300")
 
 
-def test_train_out_of_memory_names_options(sandbox):
+def test_train_out_of_memory_suggests_options(sandbox):
     large = "--model.d-model 256 --train.batch-size 512 --train.seq-len 64 --train.backprop-len 64"
-    line = mistake(sandbox, f"{TRAIN} {large} --train.steps 1", memory_gb=1.0)
+    line = user_error(sandbox, f"{TRAIN} {large} --train.steps 1", memory_gb=1.0)
     assert "out of memory" in line
     assert "--train.batch-size" in line
 
 
-def test_sample_out_of_memory_names_options(sandbox):
-    line = mistake(sandbox, "sample text-run --tokens 2 --batch 4000000", memory_gb=1.0)
+def test_sample_out_of_memory_suggests_options(sandbox):
+    line = user_error(sandbox, "sample text-run --tokens 2 --batch 4000000", memory_gb=1.0)
     assert "out of memory" in line
     assert "--batch" in line
 
@@ -66,8 +66,8 @@ def full_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
 
 
-def test_export_on_a_full_disk_leaves_nothing(sandbox):
-    assert "new-export" in mistake(sandbox, "export text-run new-export", full_disk)
+def test_export_on_a_full_disk_leaves_no_files(sandbox):
+    assert "new-export" in user_error(sandbox, "export text-run new-export", full_disk)
     assert not (sandbox.work / "new-export").exists()
     assert not list(sandbox.work.glob(".*"))
 
@@ -80,8 +80,8 @@ def test_export_on_a_full_disk_leaves_nothing(sandbox):
         "prepare text --path texts --cache new-cache",
     ],
 )
-def test_a_full_disk_is_one_line_and_leaves_no_file(sandbox, line):
-    mistake(sandbox, line, full_disk)
+def test_full_disk_is_one_error_line_and_leaves_no_files(sandbox, line):
+    user_error(sandbox, line, full_disk)
     assert not (sandbox.work / "new-state").exists()
     assert not list(sandbox.work.glob("new-cache/*"))
 
@@ -101,7 +101,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_file(sandbox, line):
         ("wandb", f"{TRAIN} --train.wandb project"),
     ],
 )
-def test_a_missing_package_is_named_with_the_command_that_installs_it(sandbox, package, line):
+def test_missing_package_is_reported_with_the_install_command(sandbox, package, line):
     def hide():
         for name in list(sys.modules):
             importers = (package, "transformer_vq.hf", "torch.utils.tensorboard")
@@ -109,7 +109,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(sandbox, p
                 del sys.modules[name]
         sys.modules[package] = None
 
-    found = mistake(sandbox, line, hide)
+    found = user_error(sandbox, line, hide)
     assert "pip install" in found
     assert not (sandbox.work / "new-run").exists()
 
@@ -127,8 +127,8 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(sandbox, p
         ("eval text-run --protocol streaming --seq-len 8", "--seq-len"),
     ],
 )
-def test_an_option_that_would_have_no_effect_is_rejected(sandbox, line, named):
-    assert named in mistake(sandbox, line)
+def test_options_without_effect_are_rejected(sandbox, line, named):
+    assert named in user_error(sandbox, line)
     assert not (sandbox.work / "new-run").exists()
 
 
@@ -140,8 +140,8 @@ def test_an_option_that_would_have_no_effect_is_rejected(sandbox, line, named):
         *("--optim.grad-clip", "--optim.lr", "--optim.eps", "--model.revive-below"),
     ],
 )
-def test_numbers_of_a_config_must_be_finite(sandbox, option, value):
-    assert f"{option} {value}" in mistake(sandbox, f"info tiny {option} {value}")
+def test_config_numbers_must_be_finite(sandbox, option, value):
+    assert f"{option} {value}" in user_error(sandbox, f"info tiny {option} {value}")
 
 
 @pytest.mark.parametrize(
@@ -162,8 +162,8 @@ def test_numbers_of_a_config_must_be_finite(sandbox, option, value):
         (f"bench documents --document-len {10**30}", "--document-len"),
     ],
 )
-def test_numbers_out_of_range_are_rejected_by_the_name_of_their_option(sandbox, line, named):
-    assert named in mistake(sandbox, line)
+def test_numbers_out_of_range_are_rejected_with_the_option_name(sandbox, line, named):
+    assert named in user_error(sandbox, line)
 
 
 @pytest.mark.parametrize(
@@ -177,10 +177,10 @@ def test_numbers_out_of_range_are_rejected_by_the_name_of_their_option(sandbox, 
         ("bench decode --preset tiny --contexts 8 --kinds vq --prefills --batches 1 --out old", ""),
     ],
 )
-def test_an_existing_file_is_replaced_only_with_overwrite(sandbox, line, named):
+def test_existing_files_are_replaced_only_with_overwrite(sandbox, line, named):
     old = sandbox.work / line.split(" ")[-1]
     old.write_text("old")
-    found = mistake(sandbox, line)
+    found = user_error(sandbox, line)
     assert named in found
     assert "--overwrite" in found
     assert old.read_text() == "old"
@@ -193,24 +193,24 @@ def test_an_existing_file_is_replaced_only_with_overwrite(sandbox, line, named):
     "line",
     ["eval text-run --out", "sample text-run --save-state", "plot text-run --out"],
 )
-def test_a_device_or_pipe_is_never_replaced(sandbox, line, name):
-    assert name in mistake(sandbox, f"{line} {name} --overwrite")
+def test_devices_and_pipes_are_never_replaced(sandbox, line, name):
+    assert name in user_error(sandbox, f"{line} {name} --overwrite")
 
 
 @pytest.mark.parametrize("name", ["figure", "figure.json", "figure.txt"])
 def test_plot_writes_only_png_files(sandbox, name):
-    assert ".png" in mistake(sandbox, f"plot text-run --out {name}")
+    assert ".png" in user_error(sandbox, f"plot text-run --out {name}")
     assert not list(sandbox.work.glob("figure*"))
 
 
 @pytest.mark.parametrize("name", ["pipe", "/dev/zero", "texts", "nothing"])
-def test_load_state_reads_only_files(sandbox, name):
-    assert f"--load-state {name}" in mistake(sandbox, f"sample text-run --load-state {name}")
+def test_load_state_accepts_only_regular_files(sandbox, name):
+    assert f"--load-state {name}" in user_error(sandbox, f"sample text-run --load-state {name}")
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "texts", "nothing"])
-def test_prompt_file_reads_neither_devices_nor_folders(sandbox, name):
-    assert f"--prompt-file {name}" in mistake(sandbox, f"sample text-run --prompt-file {name}")
+def test_prompt_file_rejects_devices_and_folders(sandbox, name):
+    assert f"--prompt-file {name}" in user_error(sandbox, f"sample text-run --prompt-file {name}")
 
 
 def test_prompt_file_may_be_a_pipe(sandbox):
@@ -223,52 +223,52 @@ def test_prompt_file_may_be_a_pipe(sandbox):
 
 
 @pytest.mark.parametrize("name", ["broken.png", "note.txt", "/dev/zero", "pipe"])
-def test_images_that_cannot_be_read_are_named(sandbox, name):
-    assert name in mistake(sandbox, f"sample image-run --images {name} --keep 0.98")
+def test_unreadable_images_are_rejected_by_name(sandbox, name):
+    assert name in user_error(sandbox, f"sample image-run --images {name} --keep 0.98")
 
 
-def test_keep_leaves_at_least_one_row_to_draw(sandbox):
+def test_keep_leaves_at_least_one_row_to_generate(sandbox):
     succeed(sandbox, "sample image-run --images image.png --keep 0.9999")
 
 
 @pytest.mark.parametrize("option", [f"--top-k {10**30}", "--temperature 1e-320"])
-def test_sampling_accepts_extreme_values_that_have_a_meaning(sandbox, option):
-    likeliest = succeed(sandbox, "sample text-run --tokens 5 --temperature 0")
+def test_sampling_accepts_extreme_but_valid_values(sandbox, option):
+    most_likely = succeed(sandbox, "sample text-run --tokens 5 --temperature 0")
     out = succeed(sandbox, f"sample text-run --tokens 5 --seed 0 {option}")
-    assert out == likeliest or "top-k" in option
+    assert out == most_likely or "top-k" in option
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        f"{TRAIN} --train.init-from ~nobody-at-all/x",
-        f"{TRAIN} --data.cache ~nobody-at-all/x",
-        f"{TRAIN} --out ~nobody-at-all/x",
-        "prepare enwik8 --cache ~nobody-at-all/x",
-        "eval text-run --out=~nobody-at-all/x",
+        f"{TRAIN} --train.init-from ~unknown-user/x",
+        f"{TRAIN} --data.cache ~unknown-user/x",
+        f"{TRAIN} --out ~unknown-user/x",
+        "prepare enwik8 --cache ~unknown-user/x",
+        "eval text-run --out=~unknown-user/x",
     ],
 )
-def test_a_home_folder_that_does_not_exist_is_not_made(sandbox, line):
-    assert "~nobody-at-all/x" in mistake(sandbox, line)
+def test_unknown_home_folders_are_rejected_and_not_created(sandbox, line):
+    assert "~unknown-user/x" in user_error(sandbox, line)
     assert not list(sandbox.work.glob("~*"))
 
 
-def test_the_home_folder_in_a_path_is_expanded(sandbox):
+def test_home_folders_in_paths_are_expanded(sandbox):
     succeed(sandbox, "eval text-run --max-tokens 3 --out=~/result.json")
     assert (sandbox.home / "result.json").is_file()
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "5", "null", '{"model": null}', "{", "[" * 5000])
 @pytest.mark.parametrize("command", ["info", "resume", "eval", "sample"])
-def test_a_run_with_an_invalid_config_is_named(sandbox, command, content):
+def test_runs_with_an_invalid_config_are_rejected_by_name(sandbox, command, content):
     (sandbox.work / "text-run" / "config.json").write_text(content)
-    assert "text-run" in mistake(sandbox, f"{command} text-run")
+    assert "text-run" in user_error(sandbox, f"{command} text-run")
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("train tiny --train.steps many", "--train.steps many: must be a whole number"),
+        ("train tiny --train.steps many", "--train.steps many: must be an integer"),
         ("train tiny --optim.lr fast", "--optim.lr fast: must be a number"),
         ("train tiny --optim.grad-clip no", "--optim.grad-clip no: must be a number, or None"),
         ("train tiny --optim.betas 0.9 x", "--optim.betas 0.9 x: must be 2 numbers"),
@@ -282,32 +282,32 @@ def test_a_run_with_an_invalid_config_is_named(sandbox, command, content):
         ("prepare txt", "DATASET txt: choose one of"),
         ("plot", "PATH is missing"),
         ("export text-run", "is missing: New folder"),
-        ("bench train --lengths 8 x", "--lengths 8 x: must be whole numbers"),
+        ("bench train --lengths 8 x", "--lengths 8 x: must be integers"),
         ("prepare text --path nothing", "--path must be"),
         ("prepare text --path texts --tokenizer x", "--tokenizer 'x'"),
         ("prepare text --path texts --vocab-size 9", "--vocab-size"),
     ],
 )
-def test_messages_name_the_option_as_typed_and_what_it_expects(sandbox, line, message):
-    found = mistake(sandbox, line)
+def test_messages_name_the_option_as_typed_and_the_expected_values(sandbox, line, message):
+    found = user_error(sandbox, line)
     assert message in found
     assert "--data.path must" not in found
 
 
 def test_long_names_are_shortened_and_control_characters_escaped(sandbox):
-    assert len(mistake(sandbox, f"train {'x' * 5000}")) < 300
-    assert len(mistake(sandbox, f"eval {'x' * 5000}")) < 300
-    assert "\x1b" not in mistake(sandbox, "train \x1b[31m")
+    assert len(user_error(sandbox, f"train {'x' * 5000}")) < 300
+    assert len(user_error(sandbox, f"eval {'x' * 5000}")) < 300
+    assert "\x1b" not in user_error(sandbox, "train \x1b[31m")
 
 
-def test_bytes_that_are_not_utf8_are_printed_as_they_were_typed(sandbox):
+def test_bytes_that_are_not_utf8_are_printed_unchanged(sandbox):
     out = succeed(sandbox, "sample text-run --tokens 0 --prompt a\udcffb")
     assert out == "a\ufffdb\n"  # one byte that cannot be decoded, not an escape
 
 
 @pytest.mark.parametrize(("reader", "status"), [("/dev/full", 2), (None, 0)])
-def test_output_that_cannot_be_written_is_no_bug(sandbox, reader, status):
-    """A full disk behind stdout is a mistake, a reader that has gone is not."""
+def test_unwritable_stdout_is_not_reported_as_a_bug(sandbox, reader, status):
+    """A full disk is a user error; a closed pipe is not an error."""
     read, write = os.pipe()
     os.close(read)
     with open(write if reader is None else reader, "wb") as out:
@@ -322,6 +322,6 @@ def test_output_that_cannot_be_written_is_no_bug(sandbox, reader, status):
     assert len(done.stderr.splitlines()) == (1 if status else 0), done.stderr
 
 
-def test_json_is_the_last_line_of_a_result(sandbox):
+def test_json_is_the_last_line_of_stdout(sandbox):
     out = succeed(sandbox, "sample text-run --tokens 3 --json")
     assert json.loads(out.splitlines()[-1])["run"] == "text-run"

@@ -1,0 +1,68 @@
+"""tvq bench: one file per benchmark; prints a table, and JSON on request."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from transformer_vq.cli.arguments import UsageError, first_word, nearest
+from transformer_vq.cli.bench.ablate import Ablate
+from transformer_vq.cli.bench.compare import Compare
+from transformer_vq.cli.bench.context import Context
+from transformer_vq.cli.bench.decode import Decode
+from transformer_vq.cli.bench.demo import Demo
+from transformer_vq.cli.bench.documents import Documents
+from transformer_vq.cli.bench.profile import Profile
+from transformer_vq.cli.bench.train import Train
+
+__all__ = [
+    "BENCHES",
+    "Ablate",
+    "Compare",
+    "Context",
+    "Decode",
+    "Demo",
+    "Documents",
+    "Profile",
+    "Train",
+    "run",
+]
+
+# Name of the benchmark, which is also the name of the module with its `run` function -> summary.
+BENCHES: dict[str, str] = {
+    "train": "training throughput and memory by sequence length: Tables 6-9",
+    "ablate": "loss and step time by codebook size, and without the cache: Tables 1 and 2",
+    "profile": "time of a training step by part",
+    "documents": "cost of packed documents in training",
+    "decode": "tokens per second, state size and memory of decoding by context length",
+    "context": "context parallelism: bytes sent, and lengths that one process cannot train",
+    "compare": "curves and test results of several runs in one record",
+    "demo": "train `tiny` in minutes, compare it with n-gram models, generate text",
+}
+
+
+def run(arguments: list[str]) -> int | None:
+    """Run a benchmark; return its exit status."""
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(_overview())
+        return None
+    names = ", ".join(BENCHES)
+    name, rest = first_word(arguments, "bench", "WHAT", f"WHAT is one of {names}")
+    if name not in BENCHES:
+        raise UsageError(
+            f"unknown benchmark {name!r}{nearest(name, BENCHES)}; choose one of {names}"
+        )
+    status: int | None = import_module(f"{__name__}.{name}").run(rest)
+    return status
+
+
+def _overview() -> str:
+    lines = [f"  {name:<9} {summary}" for name, summary in BENCHES.items()]
+    return "\n".join(
+        [
+            "usage: tvq bench WHAT [options]",
+            "",
+            *lines,
+            "",
+            "Options of a benchmark: tvq bench WHAT --help",
+        ]
+    )

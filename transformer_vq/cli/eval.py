@@ -1,0 +1,131 @@
+"""tvq eval: evaluate a run on a split of its data, or of other data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from transformer_vq.cli.arguments import (
+    MAX_ROWS,
+    RUN_HINT,
+    UsageError,
+    check_range,
+    first_word,
+    parse,
+)
+from transformer_vq.cli.options import Checkpoint, Device, Json, Overwrite
+from transformer_vq.cli.output import out_of_memory_advice, print_json
+from transformer_vq.config import DataConfig, Precision
+
+if TYPE_CHECKING:
+    from transformer_vq.evaluation import Protocol
+    from transformer_vq.training.evaluate import RunEvaluation
+
+PROTOCOLS: dict[str, tuple[Protocol, ...]] = {
+    "windowed": ("windowed",),
+    "streaming": ("streaming",),
+    "both": ("windowed", "streaming"),
+}
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """Evaluate a run: bits per byte, word-level perplexity, loss by position in the context."""
+
+    data: DataConfig
+    """Data to evaluate on; by default, the data of the run."""
+    split: Literal["train", "validation", "test"] = "test"
+    """Split to evaluate."""
+    protocol: Literal["windowed", "streaming", "both", "auto"] = "auto"
+    """windowed: a new state every seq-len tokens, as in the paper.
+    streaming: one state per document.
+    auto: both; only windowed for full attention, whose cost grows with the length."""
+    checkpoint: Checkpoint = "best"
+    seq_len: int | None = None
+    """Tokens per window of the windowed protocol; None uses the value of the run."""
+    batch_size: int | None = None
+    """Sequences per batch; does not affect the result. None uses the value of the run."""
+    max_tokens: int | None = None
+    """Evaluate only this many tokens, from the start of the split."""
+    out: Path | None = None
+    """JSON file for the results.
+    None writes RUN/evaluation-SPLIT.json after a complete split of the run's own data."""
+    overwrite: Overwrite = False
+    precision: Precision = "fp32"
+    """fp32, or bf16 for matrix products."""
+    device: Device = "auto"
+    json: Json = False
+
+
+def run(arguments: list[str]) -> None:
+    """Evaluate a run; print the results and write them to a file."""
+    example = EvalOptions(DataConfig())
+    name, rest = first_word(arguments, "eval", "RUN", RUN_HINT, EvalOptions, example)
+
+    from transformer_vq.device import find_device, keep_freed_memory
+    from transformer_vq.files import check_can_write, write_verified_json
+    from transformer_vq.training.checkpoint import read_config
+    from transformer_vq.training.evaluate import evaluate
+
+    folder, config = Path(name), read_config(Path(name))
+    options = parse(EvalOptions, rest, f"eval {name}", EvalOptions(config.data))
+    check_can_write("--out", options.out, options.overwrite)
+    if options.protocol == "streaming" and options.seq_len is not None:
+        raise UsageError("--seq-len does not apply to --protocol streaming")
+    check_range("--seq-len", options.seq_len, 1)
+    check_range("--batch-size", options.batch_size, 1, MAX_ROWS)
+    check_range("--max-tokens", options.max_tokens, 1)
+    keep_freed_memory()
+    with out_of_memory_advice("reduce --batch-size"):
+        result = evaluate(
+            folder,
+            data=options.data,
+            split=options.split,
+            protocols=PROTOCOLS.get(options.protocol),
+            checkpoint=options.checkpoint,
+            seq_len=options.seq_len,
+            batch_size=options.batch_size,
+            max_tokens=options.max_tokens,
+            precision=options.precision,
+            device=find_device(options.device),
+        )
+    print(evaluation_table(result))
+    out = options.out
+    if out is None and options.data == config.data and options.max_tokens is None:
+        out = folder / f"evaluation-{options.split}.json"
+    if out is not None:
+        write_verified_json(out, result.to_dict())
+    print_json(result.to_dict(), options.json)
+
+
+def evaluation_table(evaluation: RunEvaluation) -> str:
+    """Return the results of every protocol and its loss by position, as text."""
+    lines = [
+        f"{evaluation.run} ({evaluation.checkpoint}), {evaluation.split} of {evaluation.dataset}"
+    ]
+    how = {
+        "windowed": f"a new state every {evaluation.seq_len:,} tokens",
+        "streaming": "one state per document",
+    }
+    for result in evaluation.protocols.values():
+        counts = [f"{result.tokens:,} tokens", f"{result.bytes:,} bytes"]
+        figures = [
+            f"{result.bits_per_byte:.4f} bits per byte",
+            f"{result.nats_per_token:.4f} nats per token",
+        ]
+        if result.word_perplexity is not None:
+            counts.append(f"{result.words:,} words")
+            figures.append(f"word-level perplexity {result.word_perplexity:,.4g}")
+        lines += [
+            "",
+            f"{result.protocol} ({how[result.protocol]}), {', '.join(counts)}:",
+            ", ".join(figures),
+            "",
+            "| position | tokens | nats per token |",
+            "| ---: | ---: | ---: |",
+        ]
+        for row in result.by_position:
+            span = f"{row.first:,}" if row.first == row.last else f"{row.first:,} - {row.last:,}"
+            lines.append(f"| {span} | {row.tokens:,} | {row.nats_per_token:.4f} |")
+    return "\n".join(lines)

@@ -1,0 +1,94 @@
+"""Output that several commands share, and error messages in one line."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from transformer_vq.errors import UserError, is_out_of_memory
+
+if TYPE_CHECKING:
+    from transformer_vq.training.loop import TrainingResult
+
+
+def print_json(record: dict[str, Any], wanted: bool) -> None:
+    """Print a JSON object on one line if --json was given."""
+    if wanted:
+        print(json.dumps(record))
+
+
+def print_training_result(result: TrainingResult, as_json: bool) -> int:
+    """Print how training ended; return the exit status, 128 + n if signal n stopped it."""
+    if result.stopped_by is None:
+        print(f"{result.run}: {result.step} steps, best loss {result.best_loss:.4f} nats per token")
+        print(f"next: tvq eval {result.run} --split test; tvq plot {result.run}")
+    else:
+        print(f"stopped at step {result.step} and saved; continue with: tvq resume {result.run}")
+    best = result.best_loss if math.isfinite(result.best_loss) else None
+    record = {
+        "run": str(result.run),
+        "step": result.step,
+        "finished": result.finished,
+        "best_validation_nats_per_token": best,
+    }
+    print_json(record, as_json)
+    return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+
+@contextmanager
+def out_of_memory_advice(advice: str) -> Iterator[None]:
+    """Turn an out-of-memory error into a UserError with advice."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise UserError(f"out of memory; {advice}") from error
+        raise
+
+
+def accept_any_text() -> None:
+    """Let stdout print text that its encoding does not support, such as odd file names.
+
+    Undecodable bytes are printed unchanged, other unsupported characters as escapes.
+    """
+
+    def encode(error: UnicodeError) -> tuple[str | bytes, int]:
+        try:
+            return codecs.lookup_error("surrogateescape")(error)
+        except UnicodeError:
+            return codecs.lookup_error("backslashreplace")(error)
+
+    codecs.register_error("tvq", encode)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="tvq")
+
+
+def discard_output() -> None:
+    """Discard buffered output if stdout cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), sys.stdout.fileno())
+
+
+def os_error_message(error: OSError) -> str:
+    """Return what failed, and the name of the file if it is known."""
+    if error.strerror is None or error.filename is None:
+        return str(error)
+    return f"cannot use {error.filename}: {error.strerror}"
+
+
+def one_line(message: str) -> str:
+    """Return a message without line breaks, errno numbers, control characters and long words."""
+    line = re.sub(r"\[Errno \d+\] ", "", " ".join(message.split()))
+    line = re.sub(r"[^\s:;,'\"]{300,}", lambda word: f"{word[0][:60]}...", line)
+    return "".join(x if x.isprintable() else repr(x)[1:-1] for x in line)

@@ -1,0 +1,189 @@
+"""tvq sample: generate text or images with a run."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformer_vq.cli.arguments import (
+    MAX_ROWS,
+    RUN_HINT,
+    UsageError,
+    check_can_read,
+    check_range,
+    check_unused,
+    first_word,
+    parse,
+)
+from transformer_vq.cli.options import Checkpoint, Device, Json, Overwrite
+from transformer_vq.cli.output import out_of_memory_advice, print_json
+
+if TYPE_CHECKING:
+    from transformer_vq.data.tokenizers import Tokenizer
+    from transformer_vq.generation.sampling import Sampling
+    from transformer_vq.nn.model import TransformerVQ
+
+# Options that apply to only one kind of run.
+TEXT_ONLY = ("prompt", "prompt_file", "tokens", "stop", "save_state", "load_state")
+IMAGES_ONLY = ("images", "keep", "out")
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """Generate text, printed as it is decoded, or images, written to a PNG file."""
+
+    prompt: str | None = None
+    """Text to continue; if omitted, a new document is started."""
+    prompt_file: Path | None = None
+    """File with the text to continue. It may have any length: memory use is constant."""
+    tokens: int = 500
+    """Number of tokens to generate."""
+    temperature: float = 1.0
+    """Softmax temperature; below 1 favors likely tokens, 0 always chooses the most likely one."""
+    top_p: float = 0.95
+    """Nucleus sampling: keep the most likely tokens that together reach this probability."""
+    top_k: int | None = None
+    """Sample from the k most likely tokens only."""
+    seed: int | None = None
+    """Random seed; the same seed gives the same samples."""
+    batch: int = 1
+    """Number of samples."""
+    stop: tuple[str, ...] = ()
+    """End a sample where one of these strings occurs."""
+    save_state: Path | None = None
+    """Save the state after the prompt to this file."""
+    load_state: Path | None = None
+    """Continue from a file written by --save-state; a prompt is appended to it."""
+    images: tuple[Path, ...] = ()
+    """Image runs: complete the lower part of these images."""
+    keep: float = 0.5
+    """Image runs: fraction of the given images to keep, from the top."""
+    out: Path | None = None
+    """Image runs: PNG file to write. None writes RUN/samples.png and replaces an older one."""
+    overwrite: Overwrite = False
+    checkpoint: Checkpoint = "best"
+    compile: bool = False
+    """Compile the decoder: takes about 30 seconds and needs a C++ compiler; then faster."""
+    device: Device = "auto"
+    json: Json = False
+
+
+def run(arguments: list[str]) -> None:
+    """Generate text or images, depending on the data of the run."""
+    name, rest = first_word(arguments, "sample", "RUN", RUN_HINT, SampleOptions)
+    options = parse(SampleOptions, rest, f"sample {name}")
+    check_range("--batch", options.batch, 1, MAX_ROWS)
+    check_range("--tokens", options.tokens, 0)
+    check_range("--seed", options.seed, 0, 2**63 - 1)
+    check_can_read("--load-state", options.load_state)
+    for path in options.images:
+        check_can_read("--images", path)
+    if options.prompt is not None and options.prompt_file is not None:
+        raise UsageError("give --prompt or --prompt-file, not both")
+
+    from transformer_vq.device import find_device, keep_freed_memory
+    from transformer_vq.files import check_can_write
+    from transformer_vq.generation.sampling import Sampling
+    from transformer_vq.training.checkpoint import load_model, read_config, read_tokenizer
+
+    sampling = Sampling(options.temperature, options.top_p, options.top_k)
+    check_can_write("--out", options.out, options.overwrite)
+    check_can_write("--save-state", options.save_state, options.overwrite)
+    folder = Path(name)
+    has_images = read_config(folder).data.has_images
+    kind, unused = ("image", TEXT_ONLY) if has_images else ("text", IMAGES_ONLY)
+    given = {name: getattr(options, name) for name in unused}
+    check_unused(kind, given, vars(SampleOptions()))
+    keep_freed_memory()
+    with out_of_memory_advice("reduce --batch"):
+        model, _ = load_model(folder, options.checkpoint)
+        model.to(find_device(options.device))
+        tokenizer = read_tokenizer(folder)
+        if has_images:
+            out = _sample_images(options, folder, model, tokenizer.bos, sampling)
+            print_json({"run": str(folder), "image": str(out)}, options.json)
+        else:
+            texts = _sample_text(options, model, tokenizer, sampling)
+            print_json({"run": str(folder), "texts": texts}, options.json)
+
+
+def _sample_images(
+    options: SampleOptions, folder: Path, model: TransformerVQ, bos: int, sampling: Sampling
+) -> Path:
+    """Write a PNG file with the samples; return its path."""
+    from transformer_vq.generation.images import sample_images, save_grid
+
+    out = folder / "samples.png" if options.out is None else options.out
+    images = sample_images(
+        model,
+        bos,
+        sampling,
+        n=options.batch,
+        images=options.images,
+        keep=options.keep,
+        seed=options.seed,
+        compiled=options.compile,
+    )
+    save_grid(images, out)
+    print(out)
+    return out
+
+
+def _sample_text(
+    options: SampleOptions, model: TransformerVQ, tokenizer: Tokenizer, sampling: Sampling
+) -> list[str]:
+    """Prefill the prompt and generate; a single sample is printed while it is decoded."""
+    from transformer_vq.generation.snapshot import load_context, save_context
+    from transformer_vq.generation.text import prefill_text, sample_text
+
+    prompt = options.prompt or ""
+    if options.prompt_file is not None:
+        prompt = _read_prompt(options.prompt_file)
+    context = None
+    if options.load_state is not None:
+        context = load_context(options.load_state, model)
+    context = prefill_text(model, tokenizer, prompt, context)
+    if options.save_state is not None:
+        save_context(options.save_state, model, context)
+    is_single = options.batch == 1
+
+    def write(text: str) -> None:
+        if is_single:
+            print(text, end="", flush=True)
+
+    if options.prompt:
+        write(options.prompt)
+    texts = sample_text(
+        model,
+        tokenizer,
+        context.repeat(options.batch),
+        options.tokens,
+        sampling,
+        seed=options.seed,
+        stop=options.stop,
+        compiled=options.compile,
+        write=write,
+    )
+    if is_single:
+        print()
+    else:
+        for number, text in enumerate(texts, start=1):
+            print(f"--- {number} ---\n{options.prompt or ''}{text}")
+    return texts
+
+
+def _read_prompt(path: Path) -> str:
+    """Return the text of a file, pipe or terminal; bytes that are not UTF-8 are preserved."""
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            is_device = stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
+            is_null = status.st_rdev == os.stat(os.devnull).st_rdev
+            if is_device and not is_null and not file.isatty():
+                raise UsageError(f"--prompt-file {path}: is a device; give a text file")
+            return file.read().decode(errors="surrogateescape")
+    except OSError as error:
+        raise UsageError(f"--prompt-file {path}: {error.strerror}; give a text file") from error

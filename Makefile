@@ -3,9 +3,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-for-demo
+DOCS_STAMP := $(VENV)/.installed-for-docs
 PYTEST := $(BIN)/pytest -q -n auto
 
-.PHONY: help install test test-all demo bench clean
+.PHONY: help install test test-all demo bench docs docs-serve figures clean
 .DEFAULT_GOAL := help
 
 help:  ## show the targets
@@ -20,7 +21,12 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@touch $@
 
 $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[plot]'
+	@echo "Installing transformer_vq, PyTorch and matplotlib in $(VENV); the first time takes minutes."
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[plot]'
+	@touch $@
+
+$(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
 install: $(STAMP)  ## create .venv with the pinned versions
@@ -44,5 +50,16 @@ bench: $(STAMP)  ## record time and memory up to 131,072 tokens (15 minutes on t
 	$(BIN)/tvq bench documents --out benchmarks/documents.json --overwrite
 	$(BIN)/tvq bench context --out benchmarks/context.json --overwrite
 
+docs: $(DOCS_STAMP)  ## build the documentation in site/
+	$(BIN)/python docs/generate_commands.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(DOCS_STAMP)  ## serve the documentation on http://127.0.0.1:8000
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+figures: $(STAMP)  ## draw all figures again from the recorded measurements
+	$(BIN)/python docs/assets/idea.py
+	$(BIN)/python docs/assets/figures.py
+
 clean:  ## remove .venv, build files and caches
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,37 +13,12 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from transformer_vq.cli import bench as cli_bench
 from transformer_vq.cli.bench import BENCHES
-from transformer_vq.cli.eval import EvalOptions
-from transformer_vq.cli.export import ExportOptions
-from transformer_vq.cli.info import InfoOptions
+from transformer_vq.cli.completion import option_classes
 from transformer_vq.cli.main import COMMANDS
-from transformer_vq.cli.plot import PlotOptions
-from transformer_vq.cli.prepare import PrepareOptions
-from transformer_vq.cli.resume import ResumeOptions
-from transformer_vq.cli.sample import SampleOptions
-from transformer_vq.cli.train import TrainOptions
 from transformer_vq.presets import PRESETS
 
-OPTIONS = {
-    "train": TrainOptions,
-    "resume": ResumeOptions,
-    "eval": EvalOptions,
-    "sample": SampleOptions,
-    "prepare": PrepareOptions,
-    "export": ExportOptions,
-    "info": InfoOptions,
-    "plot": PlotOptions,
-    "bench train": cli_bench.Train,
-    "bench documents": cli_bench.Documents,
-    "bench ablate": cli_bench.Ablate,
-    "bench profile": cli_bench.Profile,
-    "bench decode": cli_bench.Decode,
-    "bench context": cli_bench.Context,
-    "bench compare": cli_bench.Compare,
-    "bench demo": cli_bench.Demo,
-}
+OPTIONS = option_classes()
 """Option dataclass of every command."""
 
 MODEL = "--model.d-model 8 --model.n-layer 1 --model.d-k 4 --model.n-code 4 --model.block-len 4"

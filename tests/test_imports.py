@@ -3,11 +3,13 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import transformer_vq
+from transformer_vq.errors import EXTRAS, missing_extra
 
 ROOT = Path(transformer_vq.__file__).parent
 LAYERS = [
@@ -70,3 +72,11 @@ def test_every_public_name_exists():
 def test_the_command_line_is_importable_without_torch():
     program = "import sys, transformer_vq.cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_errors_name_the_extras_of_the_project():
+    """Every package that `missing_extra` knows is in the extra that it names."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    for package, extra in EXTRAS.items():
+        assert any(x.startswith(package) for x in project["optional-dependencies"][extra])
+        assert f"(extra '{extra}'): pip install {package}" in str(missing_extra("this", package))

@@ -6,6 +6,15 @@ exception is a bug and keeps its traceback.
 
 from __future__ import annotations
 
+import shlex
+
+EXTRAS = {
+    "matplotlib": "plot",
+    "pillow": "image",
+    "sentencepiece": "text",
+    "tensorboard": "log",
+    "transformers": "hf",
+}
 OUT_OF_MEMORY_SIGNS = ("allocate memory", "bad_alloc", "memory object")  # torch, libstdc++, oneDNN
 
 
@@ -21,13 +30,16 @@ class MissingExtraError(UserError, ImportError):
     """An optional package is not installed."""
 
 
-def missing_extra(feature: str, package: str, extra: str | None) -> MissingExtraError:
+def missing_extra(feature: str, package: str) -> MissingExtraError:
     """Return the error for a feature whose optional package is missing.
 
-    extra: name of the extra that installs the package, or None.
+    package: as for pip, such as "transformers>=5". Installing it always works, also if
+    transformer_vq itself is not in the package index; the extra is named as well.
     """
-    target = package if extra is None else f"'transformer-vq[{extra}]'"
-    return MissingExtraError(f"{feature} needs {package}: pip install {target}")
+    name = package.replace(">=", " ")
+    extra = EXTRAS.get(name.split()[0])
+    which = "" if extra is None else f" (extra {extra!r})"
+    return MissingExtraError(f"{feature} needs {name}{which}: pip install {shlex.quote(package)}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

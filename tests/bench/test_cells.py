@@ -36,7 +36,7 @@ def test_over_time_reports_the_time_limit_as_given():
 
 def fail(how: str) -> None:
     raise {
-        "extra": missing_extra("gpt2", "transformers", "hf"),
+        "extra": missing_extra("gpt2", "transformers"),
         "file": FileNotFoundError(2, "No such file", "data.txt"),
         "bug": ValueError("a bug"),
     }[how]

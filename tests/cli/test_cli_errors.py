@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 
@@ -222,6 +223,20 @@ def test_prompt_file_may_be_a_pipe(sandbox):
     succeed(sandbox, "sample text-run --tokens 2 --prompt-file pipe", write)
 
 
+def test_prompt_is_read_from_stdin(sandbox):
+    def write():
+        read, write = os.pipe()
+        os.write(write, b"hello")
+        os.close(write)
+        os.dup2(read, 0)
+
+    options = "sample text-run --tokens 9 --seed 0"
+    (sandbox.work / "hello.txt").write_text("hello")
+    from_file = succeed(sandbox, f"{options} --prompt-file hello.txt")
+    assert succeed(sandbox, f"{options} --prompt-file -", write) == from_file
+    assert succeed(sandbox, options) != from_file
+
+
 @pytest.mark.parametrize("name", ["broken.png", "note.txt", "/dev/zero", "pipe"])
 def test_unreadable_images_are_rejected_by_name(sandbox, name):
     assert name in user_error(sandbox, f"sample image-run --images {name} --keep 0.98")
@@ -253,6 +268,19 @@ def test_unknown_home_folders_are_rejected_and_not_created(sandbox, line):
     assert not list(sandbox.work.glob("~*"))
 
 
+def test_xdg_cache_home_is_the_default_cache(sandbox):
+    def set_variable():
+        os.environ["XDG_CACHE_HOME"] = str(sandbox.work / "xdg")
+
+    before = sorted(sandbox.home.rglob("*"))
+    succeed(sandbox, "prepare text --path texts", set_variable)
+    assert list(sandbox.work.glob("xdg/transformer_vq/text-*"))
+    succeed(sandbox, f"{TRAIN} --train.steps 1", set_variable)
+    config = json.loads((sandbox.work / "new-run" / "config.json").read_text())
+    assert config["data"]["cache"] is None  # another user may have another folder
+    assert sorted(sandbox.home.rglob("*")) == before
+
+
 def test_home_folders_in_paths_are_expanded(sandbox):
     succeed(sandbox, "eval text-run --max-tokens 3 --out=~/result.json")
     assert (sandbox.home / "result.json").is_file()
@@ -274,7 +302,9 @@ def test_runs_with_an_invalid_config_are_rejected_by_name(sandbox, command, cont
         ("train tiny --optim.betas 0.9 x", "--optim.betas 0.9 x: must be 2 numbers"),
         ("train tiny --optim.betas 0.9", "--optim.betas: give 2 values"),
         ("train tiny --data.path", "--data.path: give a value"),
-        ("train tiny --data.path a b c", "unexpected b c after --data.path"),
+        ("train tiny --data.path a b c", "--data.path takes one file or folder, not 3"),
+        ("prepare text --path a.txt b.txt", "--path takes one file or folder, not 2"),
+        ("sample text-run --tokens -5", "--tokens -5: must not be negative"),
         ("train tiny --train.compile yes", "unexpected yes after --train.compile"),
         ("train tiny --n-code 3", "--n-code is not an option (did you mean --model.n-code?)"),
         ("train tiny extra", "unexpected extra"),
@@ -325,3 +355,18 @@ def test_unwritable_stdout_is_not_reported_as_a_bug(sandbox, reader, status):
 def test_json_is_the_last_line_of_stdout(sandbox):
     out = succeed(sandbox, "sample text-run --tokens 3 --json")
     assert json.loads(out.splitlines()[-1])["run"] == "text-run"
+
+
+def test_demo_ends_with_commands_that_work(sandbox):
+    out = succeed(sandbox, "bench demo --steps 1 --out new-run")
+    assert "| Transformer-VQ, `tiny` |" in out
+    assert (sandbox.work / "new-run" / "curves.png").is_file()
+    figure, commands = out.partition("Figure: ")[2].split("\n", 1)
+    assert figure == "new-run/curves.png"
+    prefix = f"{sys.executable} -m transformer_vq "
+    lines = [x.strip() for x in commands.splitlines() if x.strip().startswith(prefix)]
+    assert len(lines) == 3
+    for line in lines:
+        typed = shlex.split(line.removeprefix(prefix), comments=True)
+        ended = sandbox.run(typed)
+        assert ended.status == 0, ended

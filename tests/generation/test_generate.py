@@ -7,6 +7,7 @@ import torch
 from helpers import tiny_config
 
 from transformer_vq import TransformerVQ
+from transformer_vq.errors import UserError
 from transformer_vq.generation.decode import generate, stream
 from transformer_vq.generation.prefill import prefill
 from transformer_vq.generation.sampling import Sampling
@@ -135,6 +136,12 @@ def test_bad_arguments_are_rejected_in_one_line(vq, arguments, message):
         generate(vq, **({"prompt_tokens": PROMPT, "max_new_tokens": 1} | arguments))
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("prompt", ["abc", ["abc"], [b"abc"], [1.5]])
+def test_a_prompt_that_is_not_token_ids_is_rejected_with_the_fix(vq, prompt):
+    with pytest.raises(UserError, match=r"token ids.*tokenizer\.encode\(text\)"):
+        generate(vq, prompt, 5)
 
 
 @pytest.mark.parametrize("training", [True, False])

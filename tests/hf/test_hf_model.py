@@ -204,7 +204,7 @@ def test_resizing_the_vocabulary_is_rejected(model):
         model.resize_token_embeddings(257)
 
 
-def test_missing_transformers_error_names_the_extra():
+def test_missing_transformers_error_names_the_package():
     program = "import sys; sys.modules['transformers'] = None; import transformer_vq.hf"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stderr.strip().endswith("pip install 'transformer-vq[hf]'")
+    assert done.stderr.strip().endswith("pip install 'transformers>=5'")

@@ -8,7 +8,7 @@ import pytest
 from helpers import interrupt_after, tiny_run
 from test_evaluate import train_on_books
 
-from transformer_vq import generate, load_run
+from transformer_vq import TransformerVQ, generate, load_run
 from transformer_vq.data.tokenizers import MODEL_FILE
 from transformer_vq.errors import UserError
 from transformer_vq.files import write_text
@@ -87,6 +87,12 @@ def test_load_run_returns_the_learned_tokenizer(tmp_path):
         load_run(run)
 
 
+def test_loading_a_run_folder_as_a_model_names_load_run(tmp_path):
+    train(tiny_run(tmp_path, train={"steps": 1}), tmp_path / "run")
+    with pytest.raises(UserError, match=r"run is a run folder.*load_run"):
+        TransformerVQ.load(tmp_path / "run")
+
+
 @pytest.mark.parametrize("name", ["nothing", "file", "empty"])
 def test_load_run_rejects_a_path_that_is_not_a_run_folder(tmp_path, name):
     (tmp_path / "file").write_text("text")
@@ -113,4 +119,6 @@ def test_progress_is_restored_from_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.undo()
     result = train(tiny_run(tmp_path), tmp_path / "finished")
     finished = Progress.from_checkpoint(newest_checkpoint(tmp_path / "finished"))
-    assert finished == Progress(step=10, validated_at=10, best_loss=result.best_loss)
+    best = result.best_loss, result.best_bits_per_byte
+    assert finished == Progress(10, 10, *best)
+    assert best[1] == pytest.approx(best[0] / math.log(2))  # one byte per token

@@ -5,11 +5,18 @@ from pathlib import Path
 
 import pytest
 from helpers import tiny_run
+from matplotlib.figure import Figure
 
 from transformer_vq.errors import UserError
 from transformer_vq.files import write_verified_json
 from transformer_vq.training.evaluate import evaluate
-from transformer_vq.training.plots import plot_run, smooth
+from transformer_vq.training.plots import (
+    MIN_TOKENS,
+    plot_curves,
+    plot_positions,
+    plot_run,
+    smooth,
+)
 from transformer_vq.training.run import train
 
 PNG = b"\x89PNG"
@@ -63,3 +70,33 @@ def test_smooth_is_a_running_mean():
     assert smooth([1.0, 2.0]) == [1.0, 2.0]
     values = smooth([float(i % 2) for i in range(1000)])
     assert values[-1] == pytest.approx(0.5, abs=0.05)
+
+
+def test_positions_with_few_tokens_are_left_out(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    tokens = [1, MIN_TOKENS - 1, MIN_TOKENS, 5000]
+    bins = [
+        {"first": 2**i - 1, "last": 2 ** (i + 1) - 2, "tokens": n, "nats_per_token": 1.0}
+        for i, n in enumerate(tokens)
+    ]
+    result = {"by_position": bins, "bits_per_byte": 1.5}
+    plot_positions({"split": "test", "protocols": {"streaming": result}}, tmp_path / "a.png")
+    (line,) = figures[0].axes[0].lines
+    assert len(line.get_xdata()) == 2
+    assert "2 with fewer than 100 tokens" in figures[0].get_supxlabel()
+
+
+def test_curves_explain_the_thin_line_in_a_note(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    rows = [{"kind": "train", "step": i, "bits_per_byte": 8.0 / i} for i in range(1, 9)]
+    rows.append({"kind": "validation", "step": 8, "bits_per_byte": 1.0})
+    plot_curves({"run": rows}, tmp_path / "a.png")
+    left, _ = figures[0].axes
+    assert left.get_title(loc="left") == "Loss (bits per byte)"
+    assert [text.get_text() for text in left.texts] == ["validation\n1.000"]
+    note = figures[0].get_supxlabel()
+    assert note.startswith("Thin line: training loss")
+    assert "above 1.2 are cut off" in note
+    assert left.get_ylim()[1] == pytest.approx(1.25)

@@ -62,7 +62,7 @@ def test_codebook_health_is_computed_only_for_logged_steps(tmp_path, monkeypatch
     train(tiny_run(tmp_path, train={"log_every": 4}), tmp_path / "run")
     assert steps == [4, 8]
     shares = {
-        row["step"]: f"{row['share_in_use']:.0%} of codes in use"
+        row["step"]: f"{row['share_in_use']:.0%} codes"
         for row in read_metrics(tmp_path / "run")
         if row["kind"] == "train"
     }

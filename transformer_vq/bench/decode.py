@@ -265,7 +265,7 @@ def _gpt2_shape(config: ModelConfig) -> tuple[int, int]:
 def _check_transformers() -> None:
     """Raise UserError if transformers is not installed, without importing it."""
     if find_spec("transformers") is None:
-        raise missing_extra("the gpt2 baseline", "transformers", "hf")
+        raise missing_extra("the gpt2 baseline", "transformers>=5")
 
 
 def _prepare_gpt2(config: ModelConfig, cell: Cell, room: int) -> Prepared:

@@ -4,38 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from transformer_vq.bench.records import (
     AblationRecord,
+    DecodeKind,
     DecodeRecord,
     DecodeRow,
     ProfileRecord,
     RunsRecord,
-    StepKind,
-    StepRecord,
-    StepRow,
-    decode_name,
-    row_kind,
 )
-from transformer_vq.config import HeadType
+from transformer_vq.bench.step_plots import plot_train
 from transformer_vq.errors import UserError
 from transformer_vq.files import read_json
-from transformer_vq.training.plots import (
-    plot_curves,
-    plot_positions,
-    plot_run,
-    pyplot,
-    save_figure,
+from transformer_vq.training.plot_style import (
+    BLUE,
+    GREEN,
+    MUTED,
+    VERMILION,
+    label_end,
+    log_lengths,
+    log_values,
+    new_figure,
+    note,
 )
+from transformer_vq.training.plots import plot_curves, plot_positions, plot_run
 
-STYLES: dict[HeadType, tuple[str, str]] = {
-    "shga": ("o", "-"),
-    "mqa": ("s", "--"),
-    "mha": ("^", ":"),
-    "gqa": ("D", "-."),
+DECODE_NAMES: dict[DecodeKind, tuple[str, str]] = {
+    "vq": ("Transformer-VQ", BLUE),
+    "full": ("full attention", VERMILION),
+    "gpt2": ("GPT-2", GREEN),
 }
-"""Marker and line style by head type."""
+"""Name and colour of a decoding benchmark."""
+DecodeKey = Literal["tokens_per_second", "state_bytes"]
+RUN_NAMES = {"vq": "Transformer-VQ", "full": "full attention"}
 
 
 def plot_path(path: Path, out: Path | None = None) -> list[Path]:
@@ -70,117 +72,112 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def plot_runs(record: RunsRecord, path: Path) -> None:
-    """Plot the learning curves of several runs."""
-    plot_curves({name: run["curve"] for name, run in record["runs"].items()}, path)
+    """Plot the learning curves of several runs, named by their attention if it differs."""
+    runs = record["runs"]
+    kinds = {name: run["config"]["model"]["attention"] for name, run in runs.items()}
+    if len(set(kinds.values())) == len(kinds):
+        kinds = {name: RUN_NAMES.get(kind, kind) for name, kind in kinds.items()}
+    else:
+        kinds = {name: name for name in kinds}
+    plot_curves({kinds[name]: run["curve"] for name, run in runs.items()}, path)
 
 
-def plot_decode(record: DecodeRecord, path: Path) -> None:
-    """Plot tokens per second and state size by context length: a line per model and batch."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    lines: dict[tuple[str, int], list[DecodeRow]] = {}
-    for row in record["decode"]:
-        if "failed" not in row:
-            lines.setdefault((decode_name(row), row["batch"]), []).append(row)
-    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(name for name, _ in lines))}
-    for (name, batch), rows in lines.items():
-        style = {
-            "color": colors[name],
-            "marker": "o" if batch == 1 else "s",
-            "linestyle": "-" if batch == 1 else "--",
-            "label": f"{name}, batch {batch}",
-        }
-        contexts = [row["context"] for row in rows]
-        left.plot(contexts, [row["tokens_per_second"] for row in rows], **style)
-        right.plot(contexts, [row["state_bytes"] / 1e6 for row in rows], **style)
-    left.set_ylabel("tokens per second")
-    right.set_ylabel("state size (MB)")
-    for axes in (left, right):
-        axes.set_xlabel("context length (tokens)")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.grid(alpha=0.3)
-    left.legend(fontsize="small")
-    save_figure(figure, path)
+def plot_decode(record: DecodeRecord, path: Path, batches: list[int] | None = None) -> None:
+    """Plot tokens per second and state size by context length: a row of panels per batch size.
+
+    batches: batch sizes to show; None shows all.
+    """
+    shown = [row for row in record["decode"] if batches is None or row["batch"] in batches]
+    sizes = sorted({row["batch"] for row in shown})
+    contexts = sorted({row["context"] for row in shown})
+    with new_figure(path, rows=len(sizes), columns=2, height=3.2) as (figure, axes):
+        for number, batch in enumerate(sizes):
+            left, right = axes[2 * number : 2 * number + 2]
+            lines: dict[tuple[DecodeKind, bool], list[DecodeRow]] = {}
+            for row in shown:
+                if row["batch"] == batch:
+                    lines.setdefault((row["kind"], row["compiled"]), []).append(row)
+            for (kind, compiled), rows in lines.items():
+                _draw_decode(left, rows, "tokens_per_second")
+                if not compiled or (kind, False) not in lines:  # compiling does not change it
+                    _draw_decode(right, rows, "state_bytes")
+            which = f", batch {batch}" if len(sizes) > 1 else ""
+            left.set_title(f"Tokens per second{which}")
+            right.set_title(f"State size in MB{which}")
+            for panel in (left, right):
+                log_lengths(panel, contexts, "context length (tokens)")
+                panel.margins(y=0.12)
+                log_values(panel)
+        failed = "Crosses: the last context that could be measured. "
+        gpt2 = "GPT-2: Hugging Face model with about as many parameters."
+        has_failed = any("failed" in row for row in shown)
+        note(figure, failed * has_failed + gpt2 * any(row["kind"] == "gpt2" for row in shown))
 
 
-def plot_train(record: StepRecord, path: Path) -> None:
-    """Plot tokens per second and peak memory by sequence length: a line per heads and kind."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
-    lines: dict[tuple[HeadType, StepKind], list[StepRow]] = {}
-    for row in record["rows"]:
-        if "failed" not in row:
-            lines.setdefault((row["head_type"], row_kind(row)), []).append(row)
-    kinds = list(dict.fromkeys(kind for _, kind in lines))
-    for (head_type, kind), rows in lines.items():
-        marker, line = STYLES[head_type]
-        style = {
-            "color": f"C{kinds.index(kind)}",
-            "marker": marker,
-            "ms": 4,
-            "linestyle": line,
-            "label": f"{head_type} {kind}",
-        }
-        checkpointed = [row for row in rows if row["checkpoint_activations"]]
-        star = {"color": style["color"], "marker": "*", "ms": 12, "linestyle": ""}
-        for shown, look in ((rows, style), (checkpointed, star)):
-            lengths = [row["seq_len"] for row in shown]
-            left.plot(lengths, [1e6 / row["us_per_token"] for row in shown], **look)
-            right.plot(lengths, [row["peak_gb"] for row in shown], **look)
-    has_stars = any(row["checkpoint_activations"] for rows in lines.values() for row in rows)
-    left.set_ylabel("tokens per second")
-    left.set_title("training" + " (star: activation checkpointing)" * has_stars)
-    right.set_ylabel("peak memory (GB)")
-    right.set_title("memory")
-    ticks = sorted({row["seq_len"] for rows in lines.values() for row in rows})
-    for axes in (left, right):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{n:,}" for n in ticks], rotation=30)
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(lambda y, _: f"{y:,g}")
-        axes.set_xlabel("sequence length (tokens)")
-        axes.grid(alpha=0.3)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
-    save_figure(figure, path)
+def _draw_decode(axes: Any, rows: list[DecodeRow], key: DecodeKey) -> None:
+    """Draw one line; a cross marks its end if a longer context failed."""
+    measured = [row for row in rows if "failed" not in row]
+    if not measured:
+        return
+    name, color = DECODE_NAMES[rows[0]["kind"]]
+    style = {"linestyle": "--", "marker": "s"} if rows[0]["compiled"] else {"marker": "o"}
+    unit = 1e6 if key == "state_bytes" else 1
+    line = [row["context"] for row in measured], [row[key] / unit for row in measured]
+    axes.plot(*line, color=color, **style)
+    if rows[0]["compiled"]:
+        name += ",\ncompiled"
+    failed = next((row for row in rows if "failed" in row), None)
+    if failed is None:
+        label_end(axes, line, name, color)
+        return
+    end = line[0][-1], line[1][-1]
+    axes.plot(*end, "x", color=color, ms=10, mew=2)
+    if key == "state_bytes":  # lines rise, so the space is above
+        style = {"ha": "right", "va": "bottom", "color": color, "textcoords": "offset points"}
+        axes.annotate(name.replace(" ", "\n"), end, xytext=(5, 8), **style)
+    else:
+        reason = f"\n{failed['failed']}\nat {failed['context']:,}"
+        label_end(axes, line, name + reason, color)
 
 
 def plot_ablation(record: AblationRecord, path: Path) -> None:
     """Plot the validation loss of every seed with its mean, and the latency, by setting."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     rows = record["ablation"]
-    names = [f"{r['n_code']}" + ("" if r["compressive_cache"] else ",\nno cache") for r in rows]
-    for x, row in enumerate(rows):
-        bits = row["bits_per_byte"]
-        left.plot([x] * len(bits), bits, "o", color="C0", ms=4, alpha=0.6)
-        left.plot([x - 0.2, x + 0.2], [row["mean_bits_per_byte"]] * 2, color="C1", lw=2)
-    right.bar(range(len(rows)), [row["latency"] for row in rows], color="C0")
-    left.set_ylabel("validation bits per byte")
-    left.set_title("seeds (dots) and mean (line)")
-    right.set_ylabel(f"relative to {record['config']['model']['n_code']} codes")
-    right.set_title("time of a training step")
-    for axes in (left, right):
-        axes.set_xticks(range(len(rows)), names)
-        axes.set_xlabel("codebook size")
-        axes.grid(alpha=0.3, axis="y")
-    save_figure(figure, path)
+    names = [f"{r['n_code']}\n" + ("" if r["compressive_cache"] else "no cache") for r in rows]
+    with new_figure(path, columns=2) as (figure, (left, right)):
+        for x, row in enumerate(rows):
+            bits, mean = row["bits_per_byte"], row["mean_bits_per_byte"]
+            left.plot([x] * len(bits), bits, "o", color=BLUE, ms=6, alpha=0.55, mew=0)
+            left.plot([x - 0.22, x + 0.22], [mean] * 2, color=VERMILION)
+        bars = right.bar(range(len(rows)), [row["latency"] for row in rows], 0.6, color=BLUE)
+        right.bar_label(bars, [f"{row['latency']:.2f}x" for row in rows], padding=3, color=MUTED)
+        left.set_title("Validation loss (bits per byte)")
+        right.set_title(f"Step time relative to {record['config']['model']['n_code']} codes")
+        right.margins(y=0.12)
+        for axes in (left, right):
+            axes.set_xticks(range(len(rows)), names)
+            axes.set_xlabel("codebook size")
+            axes.grid(visible=False, axis="x")
+        note(
+            figure, "Left: a dot per seed, a line for the mean. The loss axis does not start at 0."
+        )
 
 
 def plot_profile(record: ProfileRecord, path: Path) -> None:
     """Plot the parts of a training step as bars."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     parts = record["profile"]
     total = record["profiled_seconds_per_step"]
-    bars = axes.barh(list(parts), [1e3 * seconds for seconds in parts.values()])
-    axes.bar_label(bars, [f"{seconds / total:.1%}" for seconds in parts.values()], padding=3)
-    axes.invert_yaxis()
-    axes.margins(x=0.12)
-    axes.set_xlabel("milliseconds")
-    axes.set_title(f"training step: {1e3 * total:,.0f} ms")
-    axes.grid(alpha=0.3, axis="x")
-    save_figure(figure, path)
+    with new_figure(path, height=3.0) as (_, (axes,)):
+        bars = axes.barh(list(parts), [1e3 * seconds for seconds in parts.values()], 0.65)
+        shares = [f"{seconds / total:.1%}" for seconds in parts.values()]
+        axes.bar_label(bars, shares, padding=4, color=MUTED)
+        for bar in bars:
+            bar.set_color(BLUE)
+        axes.invert_yaxis()
+        axes.margins(x=0.1)
+        axes.set_xlabel("milliseconds")
+        axes.set_title(f"Parts of a training step of {1e3 * total:,.0f} ms")
+        axes.grid(visible=False, axis="y")
 
 
 FIGURES: dict[str, Callable[[Any, Path], None]] = {

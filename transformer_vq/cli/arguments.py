@@ -11,7 +11,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import fields, is_dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -25,6 +25,7 @@ from transformer_vq.presets import PRESETS
 T = TypeVar("T")
 MAX_ROWS = 2**24  # as in the run config
 PRESET_HINT = f"PRESET is one of {', '.join(PRESETS)}"
+LIST_HINT = "--help lists the options"
 RUN_HINT = "RUN is a run folder"
 
 
@@ -39,10 +40,12 @@ def first_word(
     hint: str,
     options: type | None = None,
     example: object | None = None,
+    hidden: Collection[str] = (),
 ) -> tuple[str, list[str]]:
     """Return the first argument, which determines the defaults of the options, and the rest.
 
     If it is missing, --help prints the hint and the options, with the defaults of the example.
+    hidden: as in `parse`.
     """
     if arguments and not arguments[0].startswith("-"):
         return arguments[0], arguments[1:]
@@ -52,7 +55,7 @@ def first_word(
         note = f"{hint}."
         if example is not None:
             note += f" Defaults that depend on {what} are shown for the preset tiny."
-        parse(options, ["--help"], f"{command} {what}", example, note)
+        parse(options, ["--help"], f"{command} {what}", example, note, hidden)
     print(f"usage: tvq {command} {what} [options]\n\n{hint}\n")
     print(f"`tvq {command} {what} --help` lists the options and their defaults.")
     sys.exit(0)
@@ -103,31 +106,50 @@ def check_unused(kind: str, given: dict[str, object], defaults: dict[str, object
 
 
 def parse(
-    kind: type[T], arguments: list[str], prog: str, default: T | None = None, note: str = ""
+    kind: type[T],
+    arguments: list[str],
+    prog: str,
+    default: T | None = None,
+    note: str = "",
+    hidden: Collection[str] = (),
 ) -> T:
     """Return the options that the arguments give; raise UsageError with one line if they are wrong.
 
     default: options that have not been given. note: appended to the description in --help.
+    hidden: fields of a run config that cannot be changed.
     """
     import tyro
 
-    box = io.StringIO()  # tyro draws a box around its messages
+    from transformer_vq.cli.help import HelpText, option_rules
+
+    box, help_text = io.StringIO(), HelpText()  # tyro draws a box around its messages
     settings: dict[str, Any] = {} if default is None else {"default": default}
     if note:
         settings["description"] = f"{inspect.getdoc(kind)}\n\n{note}"
     try:
-        with contextlib.redirect_stderr(box):
+        with contextlib.redirect_stderr(box), contextlib.redirect_stdout(help_text):
             options, unknown = tyro.cli(
-                kind, args=arguments, prog=f"tvq {prog}", return_unknown_args=True, **settings
+                kind,
+                args=arguments,
+                prog=f"tvq {prog}",
+                return_unknown_args=True,
+                registry=option_rules(hidden),
+                **settings,
             )
     except SystemExit as stop:
         if not stop.code:
-            sys.stdout.flush()  # here, where a closed pipe is still handled
+            # Flush here, where a closed pipe is still handled.
+            print(help_text.wrapped(), end="", flush=True)
             raise
         raise _config_error(stop) or UsageError(_one_line(box.getvalue(), arguments)) from None
+    if fixed := [name for name in map(_field_name, unknown) if name in hidden]:
+        named = ", ".join(f"{name} ({_field(default, name)})" for name in fixed)
+        raise UsageError(
+            f"{named} cannot change when a run is resumed; resume without these options, or start "
+            "a new run from its weights (--train.init-from)"
+        )
     if unknown:
-        message = _unexpected(unknown, arguments, _options(kind))
-        raise UsageError(f"{message}; --help lists the options")
+        raise UsageError(_unexpected(unknown, arguments, option_types(kind)))
     parsed: T = _with_home_folders(options)
     return parsed
 
@@ -166,10 +188,10 @@ def _one_line(box: str, arguments: list[str]) -> str:
     if found := re.match(r"Missing value for argument '(\S+)'\. Expected (\d+)", text):
         n = "a value" if found[2] == "1" else f"{found[2]} values"
         what = f"{found[1]}: give {n}" if found[1][0] == "-" else f"{found[1].upper()} is missing"
-        return f"{what}; --help lists the options"
+        return f"{what}; {LIST_HINT}"
     if found := re.match(r"Missing from [^:]*: (\S+) (.*?)\.? \(required\)", text):
-        return f"{found[1]} is missing: {found[2]}; --help lists the options"
-    return f"{text}; --help lists the options"
+        return f"{found[1]} is missing: {found[2]}; {LIST_HINT}"
+    return f"{text}; {LIST_HINT}"
 
 
 def _wrong_type(option: str, help_text: str, arguments: list[str]) -> str:
@@ -211,7 +233,7 @@ def _unexpected(unknown: list[str], arguments: list[str], options: dict[str, Any
     """Return the message for words that are neither options nor their values."""
     if re.match(r"-+[A-Za-z]", unknown[0]):
         name = unknown[0].partition("=")[0]
-        return f"{_typed([name])} is not an option{nearest(name, options)}"
+        return f"{_typed([name])} is not an option{nearest(name, options)}; {LIST_HINT}"
     words = list(takewhile(lambda word: not word.startswith("--"), unknown))
     before = ""
     for argument in arguments:
@@ -220,13 +242,24 @@ def _unexpected(unknown: list[str], arguments: list[str], options: dict[str, Any
             before = name if is_attached else before
             break
         before = argument if argument.startswith("--") else before
+    if before.endswith("path"):  # for example, a pattern that the shell has expanded
+        return f"{before} takes one file or folder, not {len(words) + 1}; put the files in a folder"
     hint = options.get(before.replace("_", "-").replace("no-", ""))
     after = f" after {before}" if before else ""
-    if hint is bool:
-        after += ", which takes no value"
-    elif before.endswith("path"):
-        after += ", which takes one file or folder"
-    return f"unexpected {_typed(words)}{after}"
+    after += ", which takes no value" if hint is bool else ""
+    return f"unexpected {_typed(words)}{after}; {LIST_HINT}"
+
+
+def _field_name(option: str) -> str:
+    """Return the field of a run config that an option sets: --model.n-code 3 -> model.n_code."""
+    name = option.partition("=")[0].removeprefix("--").replace("-", "_")
+    return name.replace(".no_", ".")
+
+
+def _field(options: Any, name: str) -> str:
+    """Return the value of a field of the run config in the options."""
+    section, _, field = name.partition(".")
+    return shown(getattr(getattr(options.run, section), field))
 
 
 def _typed(words: list[str]) -> str:
@@ -234,7 +267,7 @@ def _typed(words: list[str]) -> str:
     return shlex.join(word if len(word) <= 80 else f"{word[:60]}..." for word in words[:8])
 
 
-def _options(kind: Any, section: str = "") -> dict[str, Any]:
+def option_types(kind: Any, section: str = "") -> dict[str, Any]:
     """Return the names of all options of a command, with their types."""
     found: dict[str, Any] = {}
     for field, hint in get_type_hints(kind, include_extras=True).items():
@@ -244,7 +277,7 @@ def _options(kind: Any, section: str = "") -> dict[str, Any]:
                 name = ""
             hint = hint.__origin__
         name = ".".join(filter(None, (section, name)))
-        found |= _options(hint, name) if is_dataclass(hint) else {f"--{name}": hint}
+        found |= option_types(hint, name) if is_dataclass(hint) else {f"--{name}": hint}
     return found
 
 
@@ -253,16 +286,16 @@ def as_options(message: str) -> str:
 
     Fields without a section are recognized only at the start of the message.
     """
-    pattern = rf"(?<![\w.-])({_field_names()})(?:(=)|(?![\w.=]))"
+    names = "|".join(map(re.escape, sorted(config_fields())))
+    pattern = rf"(?<![\w.-])({names})(?:(=)|(?![\w.=]))"
     message = re.sub(pattern, lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] else ''}", message)
     return re.sub(r"^([a-z]+(?:_[a-z]+)*)=", lambda m: f"--{m[1].replace('_', '-')} ", message)
 
 
 @functools.cache
-def _field_names() -> str:
-    """Return a regular expression for all fields of a run config, such as model.n_code."""
+def config_fields() -> frozenset[str]:
+    """Return all fields of a run config, such as model.n_code."""
     hints = get_type_hints(RunConfig)
-    names = [
+    return frozenset(
         f"{part.name}.{f.name}" for part in fields(RunConfig) for f in fields(hints[part.name])
-    ]
-    return "|".join(map(re.escape, names))
+    )

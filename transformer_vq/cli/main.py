@@ -86,10 +86,22 @@ def _run(name: str, arguments: list[str]) -> int:
     if name == "--version":
         print(f"tvq {__version__}")
         return 0
+    if name == "--print-completion":
+        print(_completion(arguments), end="")
+        return 0
     if name not in COMMANDS:
         raise UsageError(f"unknown command {name!r}{nearest(name, COMMANDS)}; see tvq --help")
     module, _ = COMMANDS[name]
     return import_module(module).run(arguments) or 0
+
+
+def _completion(arguments: list[str]) -> str:
+    """Return the completion script for the shell that the arguments name."""
+    from transformer_vq.cli.completion import SHELLS, completion_script
+
+    if len(arguments) != 1 or arguments[0] not in SHELLS:
+        raise UsageError(f"--print-completion: choose one of {', '.join(SHELLS)}")
+    return completion_script(arguments[0])
 
 
 def _leave(status: int) -> None:
@@ -122,5 +134,7 @@ def _overview() -> str:
             f"presets: {', '.join(PRESETS)}",
             "To get started: tvq train tiny --out demo-run",
             "Options of a command: tvq COMMAND --help",
+            "Version: tvq --version",
+            "Shell completion (bash, zsh or fish): source <(tvq --print-completion bash)",
         ]
     )

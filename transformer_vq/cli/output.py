@@ -8,6 +8,8 @@ import json
 import math
 import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +21,16 @@ if TYPE_CHECKING:
     from transformer_vq.training.loop import TrainingResult
 
 
+def program_name() -> str:
+    """Return how to start this program, for commands that the user may paste."""
+    path = sys.argv[0]
+    if os.path.basename(path) != "tvq":
+        return f"{sys.executable} -m transformer_vq"
+    found = shutil.which("tvq")
+    is_in_path = found is not None and os.path.exists(path) and os.path.samefile(found, path)
+    return "tvq" if is_in_path else shlex.quote(path)
+
+
 def print_json(record: dict[str, Any], wanted: bool) -> None:
     """Print a JSON object on one line if --json was given."""
     if wanted:
@@ -28,19 +40,27 @@ def print_json(record: dict[str, Any], wanted: bool) -> None:
 def print_training_result(result: TrainingResult, as_json: bool) -> int:
     """Print how training ended; return the exit status, 128 + n if signal n stopped it."""
     if result.stopped_by is None:
-        print(f"{result.run}: {result.step} steps, best loss {result.best_loss:.4f} nats per token")
+        best = ""
+        if math.isfinite(result.best_bits_per_byte):
+            best = f", best validation {result.best_bits_per_byte:.4f} bits/byte"
+        print(f"{result.run}: {result.step} steps{best}")
         print(f"next: tvq eval {result.run} --split test; tvq plot {result.run}")
     else:
         print(f"stopped at step {result.step} and saved; continue with: tvq resume {result.run}")
-    best = result.best_loss if math.isfinite(result.best_loss) else None
     record = {
         "run": str(result.run),
         "step": result.step,
         "finished": result.finished,
-        "best_validation_nats_per_token": best,
+        "best_validation_nats_per_token": _finite(result.best_loss),
+        "best_validation_bits_per_byte": _finite(result.best_bits_per_byte),
     }
     print_json(record, as_json)
     return 0 if result.stopped_by is None else 128 + result.stopped_by
+
+
+def _finite(x: float) -> float | None:
+    """Return a number, or None if JSON cannot represent it."""
+    return x if math.isfinite(x) else None
 
 
 @contextmanager

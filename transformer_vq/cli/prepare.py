@@ -34,8 +34,9 @@ class PrepareOptions:
     """SentencePiece .model for books; if omitted, a vocabulary is learned from the data."""
     vocab_size: int | None = None
     """Size of the vocabulary learned for books; None uses 32,000."""
-    cache: str = DataConfig.cache
-    """Folder for prepared corpora and downloads."""
+    cache: str | None = None
+    """Folder for prepared corpora and downloads. None uses $XDG_CACHE_HOME/transformer_vq, by
+    default ~/.cache/transformer_vq."""
     json: Json = False
 
 
@@ -62,7 +63,7 @@ def _prepare(options: PrepareOptions) -> Corpus:
     from transformer_vq.data.sources.enwik8 import download
 
     if options.dataset == "enwik8" and options.path is None:
-        cache = os.path.expanduser(options.cache)
+        cache = os.path.expanduser(data.cache_folder)
         if cache.startswith("~"):
             raise UsageError(f"--cache {cache}: home folder not found; give a full path")
         download(Path(cache))

@@ -38,7 +38,8 @@ class SampleOptions:
     prompt: str | None = None
     """Text to continue; if omitted, a new document is started."""
     prompt_file: Path | None = None
-    """File with the text to continue. It may have any length: memory use is constant."""
+    """File with the text to continue; - reads standard input. It may have any length: memory use is
+    constant."""
     tokens: int = 500
     """Number of tokens to generate."""
     temperature: float = 1.0
@@ -176,9 +177,13 @@ def _sample_text(
 
 
 def _read_prompt(path: Path) -> str:
-    """Return the text of a file, pipe or terminal; bytes that are not UTF-8 are preserved."""
+    """Return the text of a file, pipe or terminal; bytes that are not UTF-8 are preserved.
+
+    The path "-" is standard input.
+    """
+    is_stdin = str(path) == "-"
     try:
-        with open(path, "rb") as file:
+        with open(0 if is_stdin else path, "rb", closefd=not is_stdin) as file:
             status = os.fstat(file.fileno())
             is_device = stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
             is_null = status.st_rdev == os.stat(os.devnull).st_rdev

@@ -20,6 +20,17 @@ Processes = Annotated[int, Range(1, 2**20)]
 Positive = Annotated[float, Range(1e-30, 1e30)]
 Fraction = Annotated[float, Range(0, 1)]
 
+# Fields that may change when a run is resumed. The device, `compile`, `reduction`,
+# `checkpoint_activations` and the mesh affect rounding only; the other fields do not affect the
+# training at all.
+FREE_FIELDS = {
+    *("data.path", "data.cache", "train.device", "train.compile"),
+    *("train.reduction", "train.checkpoint_activations"),
+    *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
+    *("train.keep", "train.tensorboard", "train.wandb"),
+    *("parallel.dp", "parallel.fsdp", "parallel.cp", "parallel.tp"),
+}
+
 
 @dataclass(frozen=True)
 class OptimConfig:
@@ -67,8 +78,9 @@ class DataConfig:
     """File or folder with the data."""
     tokenizer: str | None = None
     """SentencePiece .model for books; if omitted, a vocabulary is learned from the data."""
-    cache: str = "~/.cache/transformer_vq"
-    """Folder for prepared corpora and downloads."""
+    cache: str | None = None
+    """Folder for prepared corpora and downloads. None uses $XDG_CACHE_HOME/transformer_vq, by
+    default ~/.cache/transformer_vq."""
 
     def __post_init__(self) -> None:
         check_fields(self, "data")
@@ -77,6 +89,15 @@ class DataConfig:
                 f"data.tokenizer={shown(self.tokenizer)}: data.dataset={self.dataset} has its own "
                 "tokens; leave it out, or use data.dataset=pg19"
             )
+
+    @property
+    def cache_folder(self) -> str:
+        """The folder for prepared corpora and downloads; it may start with `~`."""
+        if self.cache is not None:
+            return self.cache
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        # The XDG specification ignores relative paths.
+        return os.path.join(base if os.path.isabs(base) else "~/.cache", "transformer_vq")
 
     @property
     def has_images(self) -> bool:

@@ -115,7 +115,7 @@ class Corpus:
 def prepare(
     config: DataConfig, vocab_size: int | None = None, *, reporter: Reporter | None = None
 ) -> Corpus:
-    """Return the corpus that a config names; create it in `config.cache` if necessary.
+    """Return the corpus that a config names; create it in its cache folder if necessary.
 
     The corpus is reused by later calls until the data changes. A corrupt corpus is created again,
     with a warning. Several processes may prepare the same data at the same time.
@@ -137,7 +137,7 @@ def prepare(
             )
         fingerprint = source.fingerprint()
         digest = source_digest(source, config.dataset, fingerprint)
-        folder = expand_user(config.cache, "--data.cache") / f"{config.dataset}-{digest}"
+        folder = expand_user(config.cache_folder, "--data.cache") / f"{config.dataset}-{digest}"
         corpus = _open_existing(folder, digest)
         if corpus is None:
             _create(source, fingerprint, config.dataset, folder)

@@ -143,7 +143,7 @@ def import_sentencepiece() -> Any:
             warnings.simplefilter("ignore", DeprecationWarning)  # raised by some versions
             import sentencepiece
     except ImportError:
-        raise missing_extra("a SentencePiece vocabulary", "sentencepiece", "text") from None
+        raise missing_extra("a SentencePiece vocabulary", "sentencepiece") from None
     return sentencepiece
 
 

@@ -63,7 +63,7 @@ def save_grid(images: np.ndarray, path: Path, scale: int = 4) -> None:
     try:
         from PIL import Image
     except ImportError:
-        raise missing_extra("a PNG file", "Pillow", "image") from None
+        raise missing_extra("a PNG file", "pillow") from None
     n, height, width, _ = images.shape
     columns = int(np.ceil(np.sqrt(n)))
     rows = -(-n // columns)

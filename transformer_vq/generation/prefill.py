@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -44,6 +45,8 @@ def prefill(
     """
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise UserError("a prompt has no tokens; start it with the tokenizer's bos")
+    if not all(isinstance(prompt[0], Integral | Tensor) for prompt in prompts):
+        raise UserError("a prompt is a sequence of token ids; use tokenizer.encode(text) for text")
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
 

@@ -9,7 +9,7 @@ from transformer_vq.errors import missing_extra
 try:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 except ImportError as error:
-    raise missing_extra("transformer_vq.hf", "transformers 5 or newer", "hf") from error
+    raise missing_extra("transformer_vq.hf", "transformers>=5") from error
 
 from transformer_vq.hf.cache import TransformerVQCache
 from transformer_vq.hf.configuration_transformer_vq import TransformerVQConfig

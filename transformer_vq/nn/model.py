@@ -239,6 +239,10 @@ class TransformerVQ(nn.Module):
 
         Raise UserError if the file is corrupt or does not contain a model.
         """
+        if (Path(path) / "checkpoints").is_dir():
+            raise UserError(
+                f"{path} is a run folder, not a model file; use transformer_vq.load_run"
+            )
         tensors, metadata = read_tensors(Path(path), digest)
         if "config" not in metadata:
             raise UserError(f"{path} has no model config; was it written by TransformerVQ.save?")

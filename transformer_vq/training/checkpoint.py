@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from transformer_vq.config import RunConfig
+from transformer_vq.config.run import FREE_FIELDS
 from transformer_vq.data.tokenizers import Tokenizer, load_tokenizer
 from transformer_vq.errors import UserError
 from transformer_vq.files import (
@@ -40,17 +41,6 @@ from transformer_vq.progress import warn
 CONFIG, BEST = "config.json", "best"
 MODEL, TENSORS, METADATA = "model.safetensors", "training.safetensors", "training.json"
 FORMAT = 2  # version of run folders; increment when older ones can no longer be read
-
-# Fields that may change when a run is resumed. The device, `compile`, `reduction`,
-# `checkpoint_activations` and the mesh affect rounding only; the other fields do not affect the
-# training at all.
-FREE_FIELDS = {
-    *("data.path", "data.cache", "train.device", "train.compile"),
-    *("train.reduction", "train.checkpoint_activations"),
-    *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
-    *("train.keep", "train.tensorboard", "train.wandb"),
-    *("parallel.dp", "parallel.fsdp", "parallel.cp", "parallel.tp"),
-}
 
 
 class CheckpointError(UserError):

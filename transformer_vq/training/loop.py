@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import TrainingBatches
@@ -15,7 +19,7 @@ from transformer_vq.data.corpus import Corpus
 from transformer_vq.errors import TrainingError
 from transformer_vq.evaluation import score
 from transformer_vq.nn.quantizer import NotFiniteError
-from transformer_vq.progress import info, progress_bar, warn
+from transformer_vq.progress import info, progress_bar, short, warn
 from transformer_vq.training.checkpoint import (
     BEST,
     MODEL,
@@ -38,12 +42,19 @@ class Progress:
     """Step of the last validation; 0 before the first one."""
     best_loss: float = math.inf
     """Lowest validation loss, in nats per token."""
+    best_bits_per_byte: float = math.inf
+    """The same loss in bits per byte; infinite if the checkpoint does not contain it."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Progress:
-        best_loss = checkpoint.metadata["best_loss"]
-        best_loss = math.inf if best_loss is None else best_loss
-        return cls(checkpoint.step, checkpoint.metadata["validated_at"], best_loss)
+        metadata = checkpoint.metadata
+        best_loss, best_bits = metadata["best_loss"], metadata.get("best_bits_per_byte")
+        return cls(
+            checkpoint.step,
+            metadata["validated_at"],
+            math.inf if best_loss is None else best_loss,
+            math.inf if best_bits is None else best_bits,
+        )
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,8 @@ class TrainingResult:
     """Number of the signal that stopped the run, on any rank; None if it finished."""
     best_loss: float
     """Lowest validation loss since the start of the run, in nats per token."""
+    best_bits_per_byte: float = math.inf
+    """The same loss in bits per byte; infinite before the first validation."""
 
 
 class TrainingLoop:
@@ -86,6 +99,7 @@ class TrainingLoop:
         self.step = self.saved_at = progress.step
         self.validated_at = progress.validated_at
         self.best_loss = progress.best_loss
+        self.best_bits_per_byte = progress.best_bits_per_byte
         self._codes_note = ""
 
     def run(self) -> TrainingResult:
@@ -116,7 +130,8 @@ class TrainingLoop:
         finished = self.validated_at == self.step == train.steps
         # The same on all ranks: each must exit with the status of the signal.
         stopped_by = None if finished else world.largest(stop.signal or 0) or None
-        return TrainingResult(self.folder, self.step, finished, stopped_by, self.best_loss)
+        best = self.best_loss, self.best_bits_per_byte
+        return TrainingResult(self.folder, self.step, finished, stopped_by, *best)
 
     def _stops(self, stop: StopRequest) -> bool:
         """Return whether any rank has received a signal."""
@@ -141,7 +156,7 @@ class TrainingLoop:
         if self.step % self.config.train.log_every == 0:
             health = _health(result)  # only here, because it waits for the GPU
             if health:
-                self._codes_note = f", {health['share_in_use']:.0%} of codes in use"
+                self._codes_note = f", {health['share_in_use']:.0%} codes"
             log.write(
                 "train",
                 self.step,
@@ -155,7 +170,10 @@ class TrainingLoop:
                 tokens_per_second=result.tokens / seconds,
                 **health,
             )
-        return f"{bits:.3f} bits/byte, {result.tokens / seconds:,.0f} tokens/s{self._codes_note}"
+        speed, memory = result.tokens / seconds, peak_memory(self.trainer.world.device)
+        return (
+            f"{bits:.3f} bits/byte, {short(speed)} tok/s, {memory / 1e9:.1f} GB{self._codes_note}"
+        )
 
     def _validate(self, log: MetricsLog, stopping: Callable[[], bool]) -> None:
         """Evaluate on the validation split; save the model if it is the best so far."""
@@ -187,6 +205,7 @@ class TrainingLoop:
         info(f"step {self.step}: validation {result.bits_per_byte:.4f} bits/byte")
         if result.nats_per_token < self.best_loss:
             self.best_loss = result.nats_per_token
+            self.best_bits_per_byte = result.bits_per_byte
             model = self.trainer.strategy.gather_model()
             if not world.is_rank_zero:
                 return
@@ -203,7 +222,8 @@ class TrainingLoop:
             "config": self.config.to_dict(),
             "corpus": self.corpus.sha256,
             "validated_at": self.validated_at,
-            "best_loss": self.best_loss if math.isfinite(self.best_loss) else None,
+            "best_loss": _finite(self.best_loss),
+            "best_bits_per_byte": _finite(self.best_bits_per_byte),
         }
         model, tensors = self.trainer.strategy.gather_model(), self.trainer.tensors()
         if not self.trainer.world.is_rank_zero:
@@ -236,6 +256,19 @@ class TrainingLoop:
         """Return the factor from nats per token to bits per byte, averaged over a split."""
         size = self.corpus.sizes[split]
         return size.tokens / size.bytes / math.log(2)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory of this process in bytes, on the GPU if the device is one."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def _finite(x: float) -> float | None:
+    """Return a number, or None if JSON cannot represent it."""
+    return x if math.isfinite(x) else None
 
 
 def _health(result: StepResult) -> dict[str, float]:

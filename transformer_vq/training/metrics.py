@@ -150,7 +150,7 @@ def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise missing_extra("--train.tensorboard", "tensorboard", "log") from None
+        raise missing_extra("--train.tensorboard", "tensorboard") from None
     return SummaryWriter
 
 
@@ -158,5 +158,5 @@ def _wandb() -> Any:
     try:
         import wandb
     except ImportError:
-        raise missing_extra("--train.wandb", "wandb", None) from None
+        raise missing_extra("--train.wandb", "wandb") from None
     return wandb

@@ -7,9 +7,19 @@ import os
 from pathlib import Path
 from typing import Any
 
-from transformer_vq.errors import UserError, missing_extra
-from transformer_vq.files import CorruptFileError, atomic_write, read_verified_json
+from transformer_vq.errors import UserError
+from transformer_vq.files import CorruptFileError, read_verified_json
 from transformer_vq.training.metrics import read_metrics
+from transformer_vq.training.plot_style import COLORS, MUTED, label_end, new_figure, note, thousands
+
+MIN_TOKENS = 100
+"""Fewest tokens for which the mean loss of a position is drawn."""
+CUT = 1.25
+"""The loss axis ends at this multiple of the highest validation loss."""
+LINES = ("-", (0, (4, 2)), "-.", ":")
+"""Line styles of several runs; a line remains visible where another one covers it."""
+HEALTH = {"share_in_use": ("codes in use", "-"), "relative_error": ("quantization error", "--")}
+"""Name and line style of the codebook metrics."""
 
 
 def plot_run(run: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> list[Path]:
@@ -40,64 +50,85 @@ def plot_curves(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
     runs: rows of metrics.jsonl by the name of the run.
     """
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
-    for number, (name, rows) in enumerate(runs.items()):
-        color = f"C{number}"
-        train = [row for row in rows if row["kind"] == "train"]
-        steps = [row["step"] for row in train]
-        left.plot(steps, smooth([r["bits_per_byte"] for r in train]), color=color, alpha=0.4, lw=1)
-        valid = [row for row in rows if row["kind"] == "validation"]
-        left.plot(
-            [row["step"] for row in valid],
-            [row["bits_per_byte"] for row in valid],
-            color=color,
-            marker="o",
-            ms=3,
-            label=f"{name}, validation",
-        )
-        health = [row for row in train if "share_in_use" in row]
-        for key, style in (("share_in_use", "-"), ("relative_error", ":")):
-            if health:
-                right.plot(
-                    [row["step"] for row in health],
-                    smooth([row[key] for row in health]),
-                    style,
-                    color=color,
-                    label=f"{name}, {key.replace('_', ' ')}",
-                )
-    left.set_title("loss (pale: training, smoothed)")
-    left.set_ylabel("bits per byte")
-    right.set_title("codebooks, mean over layers")
-    right.set_ylim(0, 1.02)
-    for axes in (left, right):
-        axes.set_xlabel("steps")
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize=8)
-    if not right.lines:
-        text = "full attention has no codebooks"
-        right.text(0.5, 0.5, text, ha="center", transform=right.transAxes)
-    save_figure(figure, path)
+    with new_figure(path, columns=2) as (figure, (left, right)):
+        for number, (name, rows) in enumerate(runs.items()):
+            color = COLORS[number % len(COLORS)]
+            style = {"color": color, "linestyle": LINES[number % len(LINES)]}
+            _draw_loss(left, rows, name if len(runs) > 1 else "validation", style)
+            _draw_health(right, rows, f"{name}:\n" if len(runs) > 1 else "", color)
+        left.set_title("Loss (bits per byte)")
+        right.set_title("Codebooks, mean over layers")
+        right.set_ylim(0, 1.03)
+        for axes in (left, right):
+            axes.set_xlabel("training step")
+            axes.xaxis.set_major_formatter(thousands)
+        if not right.lines:
+            right.set_axis_off()
+            text = "Full attention has no codebooks."
+            style = {"ha": "center", "color": MUTED, "transform": right.transAxes}
+            right.text(0.5, 0.5, text, **style)
+        note(figure, "Thin line: training loss, smoothed." + _zoom_to_validation(left, runs))
+
+
+def _draw_loss(axes: Any, rows: list[dict[str, Any]], label: str, style: dict[str, Any]) -> None:
+    train = [row for row in rows if row["kind"] == "train"]
+    values = smooth([row["bits_per_byte"] for row in train])
+    axes.plot([row["step"] for row in train], values, color=style["color"], alpha=0.45, lw=1)
+    valid = [row for row in rows if row["kind"] == "validation"]
+    if valid:
+        line = [row["step"] for row in valid], [row["bits_per_byte"] for row in valid]
+        axes.plot(*line, **style, marker="o", ms=4)
+        label_end(axes, line, f"{label}\n{line[1][-1]:.3f}", style["color"])
+
+
+def _zoom_to_validation(axes: Any, runs: dict[str, list[dict[str, Any]]]) -> str:
+    """Cut off the steep start of the training loss; return a remark for the note."""
+    rows = [row for run in runs.values() for row in run if row["kind"] == "validation"]
+    if not rows:
+        return ""
+    top = CUT * max(row["bits_per_byte"] for row in rows)
+    if not top < axes.get_ylim()[1]:
+        return " Dots: validation loss."
+    axes.set_ylim(top=top)
+    return f" Dots: validation loss. Values above {top:.1f} are cut off."
+
+
+def _draw_health(axes: Any, rows: list[dict[str, Any]], prefix: str, color: str) -> None:
+    health = [row for row in rows if row["kind"] == "train" and "share_in_use" in row]
+    for key, (label, style) in HEALTH.items():
+        if health:
+            line = [row["step"] for row in health], smooth([row[key] for row in health])
+            axes.plot(*line, style, color=color)
+            label_end(axes, line, prefix + label, color)
 
 
 def plot_positions(evaluation: dict[str, Any], path: Path) -> None:
-    """Plot the loss against the number of tokens before a token in its context."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(6, 3.8), layout="constrained")
-    for name, result in evaluation["protocols"].items():
-        bins = result["by_position"]
-        middles = [((row["first"] + 1) * (row["last"] + 1)) ** 0.5 for row in bins]
-        bits = [row["nats_per_token"] / math.log(2) for row in bins]
-        label = f"{name}: {result['bits_per_byte']:.3f} bits per byte"
-        axes.plot(middles, bits, marker="o", ms=3, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("position in the context (from 1)")
-    axes.set_ylabel("bits per token")
-    axes.set_title(f"loss by position, {evaluation['split']} split")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    save_figure(figure, path)
+    """Plot the loss against the number of tokens before a token in its context.
+
+    Positions with fewer than MIN_TOKENS tokens are left out, since their mean is mostly noise.
+    """
+    with new_figure(path) as (figure, (axes,)):
+        n_hidden = 0
+        for color, (name, result) in zip(COLORS, evaluation["protocols"].items(), strict=False):
+            bins = [row for row in result["by_position"] if row["tokens"] >= MIN_TOKENS]
+            n_hidden += len(result["by_position"]) - len(bins)
+            if bins:
+                middles = [((row["first"] + 1) * (row["last"] + 1)) ** 0.5 for row in bins]
+                bits = [row["nats_per_token"] / math.log(2) for row in bins]
+                label = f"{name}: {result['bits_per_byte']:.3f} bits per byte"
+                axes.plot(middles, bits, color=color, marker="o", ms=4, label=label)
+        axes.set_title(f"Loss by position, {evaluation['split']} split (bits per token)")
+        axes.set_xlabel("position in the context")
+        if axes.lines:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(thousands)
+            axes.legend(labelcolor="linecolor")  # the lines cross, so labels would cover them
+        else:
+            text = f"Every position has fewer than {MIN_TOKENS} tokens."
+            style = {"ha": "center", "color": MUTED, "transform": axes.transAxes}
+            axes.text(0.5, 0.5, text, **style)
+        hidden = f" Left out: {n_hidden} with fewer than {MIN_TOKENS} tokens." * bool(n_hidden)
+        note(figure, "Each point is the mean over a range of positions." + hidden)
 
 
 def smooth(values: list[float], share: float = 0.02) -> list[float]:
@@ -109,25 +140,3 @@ def smooth(values: list[float], share: float = 0.02) -> list[float]:
         total, weight = decay * total + value, decay * weight + 1
         means.append(total / weight)
     return means
-
-
-def pyplot() -> Any:
-    """Return `matplotlib.pyplot` with a backend that needs no display."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise missing_extra("a figure", "matplotlib", "plot") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
-
-
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure to a PNG file and close it; the file is complete or absent."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with atomic_write(path) as partial:
-            figure.savefig(partial, dpi=120, format="png")
-    finally:
-        pyplot().close(figure)

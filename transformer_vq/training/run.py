@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from transformer_vq.config import RunConfig
+from transformer_vq.config.run import FREE_FIELDS
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpus import Corpus, prepare
 from transformer_vq.device import total_memory
@@ -21,7 +22,6 @@ from transformer_vq.parallel.world import World, join_world
 from transformer_vq.progress import Reporter, reporting, warn
 from transformer_vq.training.checkpoint import (
     CONFIG,
-    FREE_FIELDS,
     Checkpoint,
     CheckpointError,
     load_checkpoint,

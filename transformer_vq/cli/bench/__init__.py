@@ -30,13 +30,13 @@ __all__ = [
 # Name of the benchmark, which is also the name of the module with its `run` function -> summary.
 BENCHES: dict[str, str] = {
     "train": "training throughput and memory by sequence length: Tables 6-9",
-    "ablate": "loss and step time by codebook size, and without the cache: Tables 1 and 2",
+    "ablate": "loss and step time by codebook size: Tables 1 and 2",
     "profile": "time of a training step by part",
     "documents": "cost of packed documents in training",
-    "decode": "tokens per second, state size and memory of decoding by context length",
-    "context": "context parallelism: bytes sent, and lengths that one process cannot train",
+    "decode": "speed, state size and memory of decoding by context length",
+    "context": "context parallelism: bytes sent, and lengths that fit in memory",
     "compare": "curves and test results of several runs in one record",
-    "demo": "train `tiny` in minutes, compare it with n-gram models, generate text",
+    "demo": "train `tiny` in minutes, compare it with n-grams, generate text",
 }
 
 

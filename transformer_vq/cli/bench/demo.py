@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from transformer_vq.cli.arguments import check_range, parse
+from transformer_vq.cli.output import program_name
 from transformer_vq.presets import PRESETS
+
+INTRODUCTION = """\
+This demo takes about three minutes on two cores:
+1. It checks that attention in linear time equals attention in quadratic time.
+2. It trains a small byte-level model on the sources of Python's standard library.
+3. It compares the model with n-gram models on files that were not used for training.
+4. It generates text and plots the loss.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ def run(arguments: list[str]) -> int | None:
     if options.steps is not None:
         config = replace(config, train=replace(config.train, steps=options.steps))
 
-    from transformer_vq.bench.demo import measure, table
+    from transformer_vq.bench.demo import PROMPT, measure, table
     from transformer_vq.bench.equality import differences
     from transformer_vq.bench.plots import plot_path
     from transformer_vq.device import keep_freed_memory
@@ -39,6 +49,7 @@ def run(arguments: list[str]) -> int | None:
     from transformer_vq.training.run import train_or_resume
 
     keep_freed_memory()
+    print(INTRODUCTION)
     print("1. Linear-time attention equals quadratic attention, up to rounding (float64).")
     print("   Relative RMS difference from Definition 3.1, 1,000 tokens:\n")
     print("| heads | reduction | output | gradients |\n| --- | --- | ---: | ---: |")
@@ -46,18 +57,31 @@ def run(arguments: list[str]) -> int | None:
         print(f"| {head_type} | {reduction} | {output:.1e} | {gradients:.1e} |", flush=True)
 
     folder = options.out
-    print("\n2. Training `tiny` on the sources of Python's standard library.\n", flush=True)
+    print(f"\n2. Training `tiny` for {config.train.steps} steps; Ctrl-C stops and saves.")
+    print(f"   The run is stored in {folder}.\n", flush=True)
     result = train_or_resume(config, folder)
     if result.stopped_by is not None:
         print(f"stopped at step {result.step} and saved; run the same command again to continue")
         return 128 + result.stopped_by
 
-    print("3. Bits per byte of the test split, compared with n-gram models:\n")
+    print("3. Bits per byte of the test split, compared with n-gram models (lower is better):\n")
     record = measure(folder)
     write_json(folder / "demo.json", record)
     print(table(record))
-    print("\n4. Text generated after `import os` and `def`:\n")
+    print(f"\n4. Text generated after {PROMPT!r}:\n")
     print(record["sample"])
-    print("\nFigures: " + ", ".join(str(path) for path in plot_path(folder)))
-    print(f"Next: tvq eval {folder}; tvq train small --data.path YOUR.txt --out YOUR-RUN")
+    print("\nFigure: " + ", ".join(str(path) for path in plot_path(folder)))
+    print(_next_commands(folder))
     return None
+
+
+def _next_commands(run: Path) -> str:
+    """Return three commands that work when they are pasted."""
+    commands = {
+        f"sample {shlex.quote(str(run))} --prompt 'class Stack:'": "more text, another prompt",
+        f"eval {shlex.quote(str(run))}": "loss by position in the context",
+        "info enwik8-190m": "size and cost of a model of the paper",
+    }
+    lines = [f"  {program_name()} {line}  # {what}" for line, what in commands.items()]
+    train = f"{program_name()} train small --data.path YOUR-TEXTS --out YOUR-RUN"
+    return "\n".join(["", "Try next:", *lines, f"To train on your own text: {train}"])

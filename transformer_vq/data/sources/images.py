@@ -148,7 +148,7 @@ def _require_pillow() -> None:
     try:
         import PIL.Image  # noqa: F401
     except ImportError:
-        raise missing_extra("decoding images", "Pillow", "image") from None
+        raise missing_extra("decoding images", "pillow") from None
 
 
 def _check_enough(n_images: int, root: Path) -> None:

@@ -20,7 +20,7 @@ def source_from_config(config: DataConfig, vocab_size: int) -> Source:
         root, files = python_sources() if path is None else (path, text_files(path))
         return ByteFiles.from_files(root, files)
     if config.dataset == "enwik8":
-        return enwik8_source(path, expand_user(config.cache, "--data.cache"))
+        return enwik8_source(path, expand_user(config.cache_folder, "--data.cache"))
     if path is None:
         raise DataError(
             f"{config.dataset} is not downloaded automatically; give its folder as --data.path"

@@ -1,0 +1,23 @@
+"""Draw every figure of the README and the documentation from the records in benchmarks/.
+
+Run `make figures`, or this script from any folder.
+"""
+
+from pathlib import Path
+
+from transformer_vq.bench.plots import plot_decode, plot_path
+from transformer_vq.bench.step_plots import plot_time_per_token
+from transformer_vq.files import read_json
+
+ASSETS = Path(__file__).parent
+BENCHMARKS = ASSETS.parent.parent / "benchmarks"
+RECORDS = (
+    *("ablation", "decode", "profile", "scaling", "small"),
+    *("train-bf16", "train-bf16-32k", "train-fp32"),
+)
+
+if __name__ == "__main__":
+    plot_time_per_token(read_json(BENCHMARKS / "scaling.json"), ASSETS / "time-per-token.png")
+    plot_decode(read_json(BENCHMARKS / "decode.json"), ASSETS / "decode.png", batches=[1])
+    for name in RECORDS:
+        plot_path(BENCHMARKS / f"{name}.json")

@@ -1,0 +1,60 @@
+"""The help of every command: readable at 80 columns, important options first."""
+
+import re
+
+import pytest
+from command_lines import OPTIONS
+
+from transformer_vq.cli.main import main
+from transformer_vq.config.run import FREE_FIELDS
+
+SECTIONS = ("data", "train", "model", "optim", "parallel")
+
+
+def help_of(capsys, *arguments):
+    """Return what a command prints that must exit with status 0."""
+    capsys.readouterr()
+    status = 0
+    try:
+        main([*arguments, "--help"])
+    except SystemExit as stop:
+        status = stop.code
+    assert not status
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def listed(out):
+    """Return the options that a help text explains, in order."""
+    return re.findall(r"^\W*(--[a-z][a-z.-]+)", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", [*OPTIONS, "train tiny", "", "bench"])
+def test_help_fits_80_columns(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = help_of(capsys, *command.split())
+    assert not [line for line in out.splitlines() if len(line) > 80]
+
+
+@pytest.mark.parametrize("command", ["train", "info", "bench ablate"])
+def test_help_lists_the_sections_that_change_most_first(capsys, command):
+    names = listed(help_of(capsys, *command.split()))
+    sections = [name[2:].partition(".")[0] for name in names if "." in name]
+    assert list(dict.fromkeys(sections)) == list(SECTIONS)
+    assert "." not in names[0]
+
+
+def test_help_of_train_starts_with_out_and_json(capsys):
+    assert listed(help_of(capsys, "train"))[:2] == ["--out", "--json"]
+
+
+def test_help_joins_the_lines_of_a_sentence(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    out = help_of(capsys, "train")
+    assert "at every step, independent of the learning rate." in out
+
+
+def test_help_of_resume_lists_only_options_that_may_change(capsys):
+    names = {name for name in listed(help_of(capsys, "resume")) if "." in name}
+    assert names == {f"--{name.replace('_', '-')}" for name in FREE_FIELDS}

@@ -226,7 +226,7 @@ def test_a_corpus_created_by_a_faster_process_is_used(text, tmp_path, monkeypatc
 def test_split_rejects_unknown_names(text):
     corpus = prepare(text)
     assert list(corpus.sizes) == list(SPLITS)
-    with pytest.raises(ValueError, match=r"no split 'valid'; choose one of train, validation, te"):
+    with pytest.raises(ValueError, match=r"unknown split 'valid'; choose one of train, validation"):
         corpus.split("valid")
 
 

@@ -101,7 +101,7 @@ class Corpus:
         Raises DataError for other names, and if files were changed after the corpus was opened.
         """
         if name not in self.sizes:
-            raise DataError(f"there is no split {name!r}; choose one of {', '.join(SPLITS)}")
+            raise DataError(f"unknown split {name!r}; choose one of {', '.join(SPLITS)}")
         try:
             return _read_split(self, name)
         except CorruptFileError as error:

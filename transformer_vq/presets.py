@@ -22,8 +22,8 @@ _LARGE = replace(
 _ADAMW = OptimConfig()
 _ADAFACTOR = OptimConfig(optimizer="adafactor", lr=0.01, grad_clip=None)
 
-_ENWIK8 = DataConfig(dataset="enwik8")
-_PG19 = DataConfig(dataset="pg19")
+_ENWIK8 = DataConfig(dataset="enwik8", end_of_document=False)
+_PG19 = DataConfig(dataset="pg19", end_of_document=False)
 _IMAGENET64 = DataConfig(dataset="imagenet64")
 
 _PAPER = TrainConfig(precision="bf16", accumulate=0, log_every=10, eval_every=1000, save_every=1000)
@@ -31,7 +31,7 @@ _IMAGES = replace(_PAPER, seq_len=12_288)
 
 # Chosen by measurement on two cores. Short runs need a short warm-up and a higher learning rate.
 _CPU_MODEL = ModelConfig(
-    vocab_size=256,
+    vocab_size=257,  # bytes and the end-of-document token
     d_model=256,
     n_layer=4,
     d_k=64,

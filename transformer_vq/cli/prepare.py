@@ -57,7 +57,8 @@ def run(arguments: list[str]) -> None:
 
 
 def _prepare(options: PrepareOptions) -> Corpus:
-    data = DataConfig(options.dataset, options.path, options.tokenizer, options.cache)
+    path = () if options.path is None else (options.path,)
+    data = DataConfig(options.dataset, path, tokenizer=options.tokenizer, cache=options.cache)
 
     from transformer_vq.data.corpus import prepare
     from transformer_vq.data.sources.enwik8 import download

@@ -1,5 +1,6 @@
 """Configs of models and runs: frozen dataclasses that check their values when built."""
 
+from transformer_vq.config.data import DataConfig, Dataset, Format
 from transformer_vq.config.model import (
     AttentionConfig,
     AttentionType,
@@ -9,8 +10,6 @@ from transformer_vq.config.model import (
     Reduction,
 )
 from transformer_vq.config.run import (
-    DataConfig,
-    Dataset,
     OptimConfig,
     ParallelConfig,
     Precision,
@@ -23,6 +22,7 @@ __all__ = [
     "AttentionType",
     "DataConfig",
     "Dataset",
+    "Format",
     "HeadType",
     "Heads",
     "ModelConfig",

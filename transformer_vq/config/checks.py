@@ -1,7 +1,6 @@
 """Check dataclass fields against their annotations; every error is one line with the fix.
 
-Fields may be int, float, bool, str, a Literal, a fixed-length tuple, another dataclass, or one of
-these or None. `Annotated[int, Range(1, 8)]` limits a number.
+Fields may be int, float, bool, str, a Literal, a tuple, another dataclass, or one of these or None. `Annotated[int, Range(1, 8)]` limits a number.
 """
 
 from __future__ import annotations
@@ -139,6 +138,8 @@ def _problem(hint: Any) -> Problem:
     if origin is Literal:
         choices = f"choose one of {', '.join(arguments)}"
         return lambda x: None if isinstance(x, str) and x in arguments else choices
+    if origin is tuple and arguments[1:] == (...,):
+        return _any_tuple(_problem(arguments[0]))
     if origin is tuple:
         return _fixed_tuple([_problem(x) for x in arguments])
     if hint is int:
@@ -168,6 +169,15 @@ def _fixed_tuple(problems: list[Problem]) -> Problem:
             return f"must be a tuple of {len(problems)} values"
         found = (problem(x) for problem, x in zip(problems, value, strict=True))
         return next((f"each {text}" for text in found if text is not None), None)
+
+    return wrong
+
+
+def _any_tuple(problem: Problem) -> Problem:
+    def wrong(value: Any) -> str | None:
+        if not isinstance(value, tuple):
+            return "must be a list of values"
+        return next((f"each {text}" for x in value if (text := problem(x)) is not None), None)
 
     return wrong
 

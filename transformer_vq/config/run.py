@@ -7,24 +7,25 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from transformer_vq.config.checks import Range, check_fields, from_plain, shown
+from transformer_vq.config.data import DataConfig, Fraction
 from transformer_vq.config.model import BelowOne, ModelConfig, Reduction
 from transformer_vq.errors import UserError
 
 OptimizerName = Literal["adamw", "adafactor"]
-Dataset = Literal["text", "enwik8", "pg19", "imagenet64", "images"]
+Schedule = Literal["cosine", "wsd"]
 Precision = Literal["fp32", "bf16"]
 
 Rows = Annotated[int, Range(1, 2**24)]
 Count = Annotated[int, Range(1, 2**40)]
 Processes = Annotated[int, Range(1, 2**20)]
 Positive = Annotated[float, Range(1e-30, 1e30)]
-Fraction = Annotated[float, Range(0, 1)]
 
 # Fields that may change when a run is resumed. The device, `compile`, `reduction`,
 # `checkpoint_activations` and the mesh affect rounding only; the other fields do not affect the
 # training at all.
 FREE_FIELDS = {
-    *("data.path", "data.cache", "train.device", "train.compile"),
+    *("data.path", "data.validation_path", "data.test_path", "data.cache"),
+    *("train.device", "train.compile"),
     *("train.reduction", "train.checkpoint_activations"),
     *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
     *("train.keep", "train.tensorboard", "train.wandb"),
@@ -42,8 +43,13 @@ class OptimConfig:
     """Peak learning rate."""
     warmup: Annotated[int, Range(0, 2**40)] = 10_000
     """Steps of linear warm-up from zero to the peak learning rate."""
+    schedule: Schedule = "cosine"
+    """After the warm-up: cosine decay until the last step, or wsd: stable, then decay at the end,
+    so that the run can be extended."""
+    decay_share: Fraction = 0.2
+    """Share of all steps in which wsd decays the learning rate."""
     lr_final_share: Fraction = 0.1
-    """Final learning rate as a fraction of the peak, reached by cosine decay."""
+    """Final learning rate as a fraction of the peak."""
     weight_decay: BelowOne = 0.0
     """Weight decay: fraction subtracted from each weight at every step, independent of the learning
     rate."""
@@ -68,44 +74,6 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """Training data."""
-
-    dataset: Dataset = "text"
-    """text: bytes of a file or folder (default: the sources of Python's standard library). enwik8.
-    pg19: books in PG-19's folders. imagenet64: ImageNet64 npz files. images: a folder of images."""
-    path: str | None = None
-    """File or folder with the data."""
-    tokenizer: str | None = None
-    """SentencePiece .model for books; if omitted, a vocabulary is learned from the data."""
-    cache: str | None = None
-    """Folder for prepared corpora and downloads. None uses $XDG_CACHE_HOME/transformer_vq, by
-    default ~/.cache/transformer_vq."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "data")
-        if self.tokenizer is not None and self.dataset != "pg19":
-            raise UserError(
-                f"data.tokenizer={shown(self.tokenizer)}: data.dataset={self.dataset} has its own "
-                "tokens; leave it out, or use data.dataset=pg19"
-            )
-
-    @property
-    def cache_folder(self) -> str:
-        """The folder for prepared corpora and downloads; it may start with `~`."""
-        if self.cache is not None:
-            return self.cache
-        base = os.environ.get("XDG_CACHE_HOME", "")
-        # The XDG specification ignores relative paths.
-        return os.path.join(base if os.path.isabs(base) else "~/.cache", "transformer_vq")
-
-    @property
-    def has_images(self) -> bool:
-        """Whether tokens are pixels, not text."""
-        return self.dataset in ("imagenet64", "images")
-
-
-@dataclass(frozen=True)
 class TrainConfig:
     """The training loop: batches, execution, logging, validation and checkpoints."""
 
@@ -117,6 +85,9 @@ class TrainConfig:
     """Tokens per sequence; the state is carried from the first window to the last."""
     backprop_len: Count = 2048
     """Tokens per window of truncated backpropagation through time."""
+    weight_average: BelowOne = 0.0
+    """Decay of an exponential moving average of the weights, which is then validated and saved as
+    the best model; 0 disables it."""
     accumulate: Annotated[int, Range(0, 2**24)] = 1
     """Gradient accumulation: micro-batches per step; 0 chooses the fewest that fit in memory."""
     precision: Precision = "fp32"

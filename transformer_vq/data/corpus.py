@@ -30,6 +30,9 @@ from transformer_vq.files import CorruptFileError, read_verified_json
 from transformer_vq.progress import Reporter, reporting, warn
 
 DEFAULT_VOCAB_SIZE = 32_000  # of a vocabulary that must be learned
+# Bytes without and with an end-of-document token: the defaults of the presets. They do not count as
+# chosen by the user, so any tokenizer replaces them.
+BYTE_VOCAB_SIZES = (256, 257)
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,9 @@ def prepare(
     not match `vocab_size`, or if the cache cannot be written.
     """
     with reporting(reporter):
-        source = source_from_config(config, vocab_size or DEFAULT_VOCAB_SIZE)
-        if vocab_size not in (None, source.vocab_size):
+        wanted = None if vocab_size in BYTE_VOCAB_SIZES else vocab_size
+        source = source_from_config(config, wanted or DEFAULT_VOCAB_SIZE)
+        if vocab_size not in (None, *BYTE_VOCAB_SIZES, source.vocab_size):
             raise DataError(
                 f"{config.dataset} has a vocabulary of {source.vocab_size:,} tokens, but the model "
                 f"expects {vocab_size:,}; set --model.vocab-size to {source.vocab_size}"

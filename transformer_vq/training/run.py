@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from transformer_vq.config import RunConfig
+from transformer_vq.config.data import LEARNED
 from transformer_vq.config.run import FREE_FIELDS
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpus import Corpus, prepare
@@ -67,6 +68,7 @@ def train(
         check_mesh(config, world.mesh)
         check_loggers(config)
         corpus = _prepare_corpus(config, world)
+        config = replace(config, model=replace(config.model, vocab_size=corpus.vocab_size))
         batches = training_batches(config, corpus)
         config = choose_accumulation(config, _memory_per_process(world), world)
         _check_memory(config, world)
@@ -232,8 +234,17 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     def absolute(path: str | None) -> str | None:
         return None if path is None else str(Path(path).expanduser().absolute())
 
+    def all_absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(str(absolute(path)) for path in paths)
+
+    data = config.data
+    has_file = data.tokenizer_name not in ("bytes", *LEARNED)
     data = replace(
-        config.data, path=absolute(config.data.path), tokenizer=absolute(config.data.tokenizer)
+        data,
+        path=all_absolute(data.path),
+        validation_path=all_absolute(data.validation_path),
+        test_path=all_absolute(data.test_path),
+        tokenizer=absolute(data.tokenizer) if has_file else data.tokenizer,
     )
     init_from = absolute(config.train.init_from)
     return replace(config, data=data, train=replace(config.train, init_from=init_from))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from transformer_vq.config import DataConfig
@@ -15,10 +16,10 @@ from transformer_vq.data.sources.text import ByteFiles, python_sources, text_fil
 
 def source_from_config(config: DataConfig, vocab_size: int) -> Source:
     """Return the source that a config names. vocab_size: of a vocabulary that must be trained."""
-    path = None if config.path is None else expand_user(config.path, "--data.path")
+    path = expand_user(config.path[0], "--data.path") if config.path else None
     if config.dataset == "text":
         root, files = python_sources() if path is None else (path, text_files(path))
-        return ByteFiles.from_files(root, files)
+        return replace(ByteFiles.from_files(root, files), vocab_size=256 + config.end_of_document)
     if config.dataset == "enwik8":
         return enwik8_source(path, expand_user(config.cache_folder, "--data.cache"))
     if path is None:

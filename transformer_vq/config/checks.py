@@ -1,6 +1,7 @@
 """Check dataclass fields against their annotations; every error is one line with the fix.
 
-Fields may be int, float, bool, str, a Literal, a tuple, another dataclass, or one of these or None. `Annotated[int, Range(1, 8)]` limits a number.
+Fields may be int, float, bool, str, a Literal, a tuple, another dataclass, or one of these or None.
+`Annotated[int, Range(1, 8)]` limits a number.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,image,log,hf]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,data,config,image,log,hf]'
 	@touch $@
 
 $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python

@@ -25,9 +25,10 @@ from transformer_vq import (
     Sampling,
     TrainConfig,
     load_run,
+    sample_images,
+    save_grid,
     train,
 )
-from transformer_vq.generation.images import sample_images, save_grid
 
 SIDE, ROW_LEN, IMAGE_LEN = 64, 192, 12_288  # pixels per side, tokens per row and per image
 

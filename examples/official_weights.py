@@ -21,8 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from transformer_vq import PRESETS, ModelConfig, TransformerVQ, load_official
-from transformer_vq.interop import official_names
+from transformer_vq import PRESETS, ModelConfig, TransformerVQ, load_official, official_names
 
 
 def random_arrays(config: ModelConfig) -> dict[str, np.ndarray]:

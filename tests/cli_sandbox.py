@@ -24,12 +24,12 @@ import torch
 from command_lines import BASES, TINY
 from forked import Ended, import_commands, run_forked
 
-from transformer_vq.bench import context, decode, equality, profile, train
+from transformer_vq.bench import context, decode, equality, profile, tokenize, train
 from transformer_vq.cli import main as cli
 from transformer_vq.cli.arguments import parse
 from transformer_vq.cli.bench import demo
 from transformer_vq.cli.train import TrainOptions
-from transformer_vq.config import RunConfig
+from transformer_vq.config import DataConfig, RunConfig
 from transformer_vq.data.sources import enwik8
 from transformer_vq.errors import is_out_of_memory
 from transformer_vq.presets import PRESETS
@@ -191,6 +191,8 @@ def _enter(sandbox: Sandbox) -> None:
     enwik8.urlopen = _no_network
     for module in (train, decode, profile):
         module.in_subprocess = _in_this_process  # type: ignore[attr-defined]
+    tokenize._prepare_alone = _prepare_nothing
+    tokenize.LIBRARY_BYTES = 100_000
     context.LENGTHS, context.N_PROCESSES = (8, 16), 1  # type: ignore[assignment]
     context.run_processes = lambda work, n, folder, _: work(0, n, folder)
     demo.PRESETS = {"tiny": _tiny_run()}
@@ -202,6 +204,12 @@ def _tiny_run() -> RunConfig:
     """Return a config that `tvq bench demo` trains in well under a second."""
     line = [*TINY.split(), "--data.path", "texts"]
     return parse(TrainOptions, line, "train tiny", TrainOptions(PRESETS["tiny"], Path("x"))).run
+
+
+def _prepare_nothing(config: DataConfig, vocab_size: int | None) -> dict[str, float]:
+    """Replace a preparation in a new interpreter."""
+    Path(config.cache_folder).mkdir()
+    return {"seconds": 1.0, "peak_mb": 1.0}
 
 
 def _no_network(*_: object, **__: object) -> None:
@@ -269,6 +277,13 @@ def _write_datasets(work: Path) -> None:
 
 def _write_odd_files(work: Path) -> None:
     (work / "note.txt").write_text("a note, not too long\n")
+    values = {"d_model": 8, "n_layer": 1, "d_k": 4, "n_code": 4, "block_len": 4}
+    lines = ['preset = "tiny"', "[model]", *(f"{key} = {value}" for key, value in values.items())]
+    lines += ["[train]", "steps = 2", "batch_size = 2", "seq_len = 16", "backprop_len = 8"]
+    lines += ["eval_tokens = 20", 'device = "cpu"', "[data]", 'path = ["texts"]']
+    (work / "my.toml").write_text("\n".join(lines))
+    (work / "my.yaml").write_text("preset: tiny\nmodel:\n  n-code: 8\n")
+    (work / "broken.toml").write_text("[model\nn_code = 3")
     (work / "empty.txt").write_text("")
     (work / "empty-folder").mkdir()
     (work / "folder").mkdir()

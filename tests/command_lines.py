@@ -36,6 +36,9 @@ BASES: dict[str, tuple[str, ...]] = {
         f"pg19-1.3b {MODEL} {TRAIN} --model.vocab-size 300 --data.path books --out new-run",
         f"imagenet64-190m {TINY} --data.dataset images --data.path images --out new-run",
         f"enwik8-190m {TINY} --data.path texts/0.txt --out new-run",
+        f"tiny {TINY} --data.path texts books/train --data.weights 1 2 --out new-run",
+        "--config my.toml --out new-run",
+        "small --config my.toml --train.steps 1",
     ),
     "resume": ("text-run", "image-run", "books-run", "full-run --json", "corrupt-run"),
     "eval": (
@@ -73,8 +76,14 @@ BASES: dict[str, tuple[str, ...]] = {
         "full-run new-export --checkpoint last",
         "corrupt-run new-export",
     ),
-    "info": (*PRESETS, "text-run", "books-run --json", "corrupt-run"),
-    "plot": ("text-run", "full-run", "image-run", "decode.json", "evaluation.json --out new.png"),
+    "info": (*PRESETS, "text-run", "books-run --json", "corrupt-run", "--config my.toml"),
+    "config": (*PRESETS, "text-run --format json", "--config my.yaml --changed-only"),
+    "runs": ("", ".", "--sort loss --json", "texts", "text-run --sort name"),
+    "report": ("text-run --samples 1", "image-run", "full-run --samples 0", "corrupt-run --out x"),
+    "plot": (
+        *("text-run", "full-run", "image-run", "decode.json", "evaluation.json --out new.png"),
+        *("text-run full-run", "text-run image-run --x time --out new.png"),
+    ),
     "bench train": (
         f"{SHAPE} --lengths 8 16 --head-types shga --kinds full auto --repeats 1",
         f"{SHAPE} --quick --lengths 8 --kinds sdpa --time-limit 1 --repeats 1 --out new.json",
@@ -89,6 +98,7 @@ BASES: dict[str, tuple[str, ...]] = {
         "--preset tiny --contexts 8 --batches 1 --kinds vq --prefills 8 --device cpu",
         "--preset tiny --contexts 8 --batches 1 --kinds gpt2 --prefills --out new.json",
     ),
+    "bench tokenize": ("--path texts --vocab-size 300 --megabytes 1 --json",),
     "bench context": ("--out new.json",),
     "bench compare": ("text-run full-run --json", "text-run --out new.json", "corrupt-run"),
     "bench demo": ("--steps 1 --out new-run", "--out new-run"),
@@ -96,10 +106,13 @@ BASES: dict[str, tuple[str, ...]] = {
 """Valid command lines that run in well under a second; odd options are added to them."""
 
 KNOWN: dict[str, tuple[str, ...]] = {
+    "paths": ("text-run", "full-run", "decode.json"),
+    "folder": (".", "texts", "text-run", "new-export"),
     "path": ("texts", "texts/0.txt", "books", "images", "npz", "books/train", "odd-texts"),
     "out": ("new-run", "new.json", "new.png", "folder/new"),
     "tokenizer": ("books-run/tokenizer.model",),
     "cache": ("new-cache", "~/cache"),
+    "config": ("my.toml", "my.yaml", "broken.toml", "text-run", "text-run/config.json"),
     "init_from": ("text-run", "full-run", "text-run/best/model.safetensors"),
     "device": ("cpu", "auto"),
     "wandb": ("project",),

@@ -193,7 +193,7 @@ def tiny_run(folder: Path, **changes: dict[str, object]) -> RunConfig:
             chosen = generator.choices(words, k=400)
             (text / f"{number}.txt").write_text(" ".join(chosen))
     model = tiny_config(
-        vocab_size=256, p_dropsin=0.1, p_dropres=0.1, p_droplyr=0.1, revive_below=0.01
+        vocab_size=257, p_dropsin=0.1, p_dropres=0.1, p_droplyr=0.1, revive_below=0.01
     )
     train = TrainConfig(
         steps=10,

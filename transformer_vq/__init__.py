@@ -16,14 +16,16 @@ if TYPE_CHECKING:
         RunConfig,
         TrainConfig,
     )
-    from transformer_vq.data.corpus import Corpus, prepare
+    from transformer_vq.data.corpus import Corpus, Split, prepare
     from transformer_vq.errors import UserError
-    from transformer_vq.evaluation import Evaluation
+    from transformer_vq.evaluation import Evaluation, score
     from transformer_vq.generation.decode import generate, stream
+    from transformer_vq.generation.images import sample_images, save_grid
     from transformer_vq.generation.prefill import Context, prefill
     from transformer_vq.generation.sampling import Sampling
     from transformer_vq.generation.snapshot import load_context, save_context
-    from transformer_vq.interop import load_official
+    from transformer_vq.generation.text import generate_text
+    from transformer_vq.interop import load_official, official_names
     from transformer_vq.nn.attention import FullAttention, VQAttention
     from transformer_vq.nn.model import ModelOutput, TransformerVQ
     from transformer_vq.nn.projections import AttentionOutput
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from transformer_vq.training.checkpoint import LoadedRun, load_run
     from transformer_vq.training.evaluate import RunEvaluation, evaluate
     from transformer_vq.training.loop import TrainingResult
+    from transformer_vq.training.metrics import read_metrics
     from transformer_vq.training.run import resume, train
 
 __version__ = "0.2.0"
@@ -46,14 +49,16 @@ _MODULES = {
     "config": (
         "AttentionConfig DataConfig ModelConfig OptimConfig ParallelConfig RunConfig TrainConfig"
     ),
-    "data.corpus": "Corpus prepare",
+    "data.corpus": "Corpus Split prepare",
     "errors": "UserError",
-    "evaluation": "Evaluation",
+    "evaluation": "Evaluation score",
     "generation.decode": "generate stream",
+    "generation.images": "sample_images save_grid",
     "generation.prefill": "Context prefill",
     "generation.sampling": "Sampling",
     "generation.snapshot": "load_context save_context",
-    "interop": "load_official",
+    "generation.text": "generate_text",
+    "interop": "load_official official_names",
     "nn.attention": "FullAttention VQAttention",
     "nn.projections": "AttentionOutput",
     "nn.model": "ModelOutput TransformerVQ",
@@ -68,6 +73,7 @@ _MODULES = {
     "training.checkpoint": "LoadedRun load_run",
     "training.evaluate": "RunEvaluation evaluate",
     "training.loop": "TrainingResult",
+    "training.metrics": "read_metrics",
     "training.run": "resume train",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
@@ -94,6 +100,7 @@ __all__ = [  # noqa: RUF022
     "RunConfig",
     "RunEvaluation",
     "Sampling",
+    "Split",
     "TerminalReporter",
     "TrainConfig",
     "TrainingResult",
@@ -105,13 +112,19 @@ __all__ = [  # noqa: RUF022
     "encoder_attention",
     "evaluate",
     "generate",
+    "generate_text",
     "load_context",
     "load_official",
     "load_run",
+    "official_names",
     "prefill",
     "prepare",
+    "read_metrics",
     "resume",
+    "sample_images",
     "save_context",
+    "save_grid",
+    "score",
     "stream",
     "train",
     "vq_attention",

@@ -11,9 +11,13 @@ import shlex
 EXTRAS = {
     "matplotlib": "plot",
     "pillow": "image",
+    "pyarrow": "data",
+    "pyyaml": "config",
     "sentencepiece": "text",
     "tensorboard": "log",
+    "tokenizers": "text",
     "transformers": "hf",
+    "zstandard": "data",
 }
 OUT_OF_MEMORY_SIGNS = ("allocate memory", "bad_alloc", "memory object")  # torch, libstdc++, oneDNN
 

@@ -16,14 +16,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from transformer_vq.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor  # imported late, so that reading JSON files stays fast
 
 DIGEST = "sha256"  # name of the checksum, in JSON objects and in safetensors metadata
 PARTIAL = ".partial"  # suffix of temporary files and folders
@@ -212,6 +212,8 @@ def read_tensors(path: Path, digest: str | None = None) -> tuple[dict[str, Tenso
 
 def tensors_digest(tensors: dict[str, Tensor]) -> str:
     """Return the SHA-256 of the names, dtypes, shapes and values of tensors."""
+    import torch
+
     digest = hashlib.sha256()
     for name in sorted(tensors):
         x = tensors[name].detach().cpu()
@@ -227,8 +229,17 @@ def _tensors_digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str
     return _json_digest({"tensors": tensors_digest(tensors), "metadata": metadata})
 
 
+def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file."""
+    from safetensors.torch import save_file as save
+
+    save(tensors, path, metadata=metadata)
+
+
 def _without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors that share storage and make all contiguous, as safetensors requires."""
+    import torch
+
     result, seen = {}, set()
     for name, x in tensors.items():
         address = x.untyped_storage().data_ptr()

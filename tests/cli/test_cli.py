@@ -23,14 +23,17 @@ TINY = {
 }
 
 
-def options(tmp_path, **changes):
+def options(tmp_path, without=()):
     """Return the options that turn a preset into a run of a few seconds."""
-    config = tiny_run(tmp_path, **changes)
+    config = tiny_run(tmp_path)
     found = []
     for part, names in TINY.items():
         for name in names:
+            if name in without:
+                continue
             value = getattr(getattr(config, part), name)
-            found += [f"--{part}.{name.replace('_', '-')}", str(value)]
+            values = value if isinstance(value, tuple) else (value,)
+            found += [f"--{part}.{name.replace('_', '-')}", *map(str, values)]
     return found
 
 
@@ -72,7 +75,7 @@ def test_train_eval_plot_resume_and_info_work_on_one_run(tmp_path, capsys):
     assert set(record["protocols"]) == {"windowed", "streaming"}
     for result in record["protocols"].values():
         assert result["bits_per_byte"] > 0
-        assert result["tokens"] == result["bytes"] > result["words"] > 0
+        assert result["tokens"] > result["bytes"] > result["words"] > 0  # with ends of documents
         assert sum(row["tokens"] for row in result["by_position"]) == result["tokens"]
     assert read_verified_json(run / "evaluation-test.json") == record
     main(["plot", str(run)])
@@ -150,10 +153,14 @@ def test_version_is_that_of_the_package(capsys):
         ("info tiny", "--model.n-code", "Codewords per codebook."),
         ("info", "--parallel.fsdp", "shown for the preset tiny"),
         ("eval", "--data.path", "--max-tokens"),
-        ("sample", "--save-state", "Number of tokens to generate."),
+        ("sample", "--save-state", "number of tokens to generate."),
         ("export", "--checkpoint", "FOLDER"),
         ("prepare", "--vocab-size", "enwik8 is downloaded"),
         ("plot", "--overwrite", "PATH"),
+        ("config", "--changed-only", "shown for the preset tiny"),
+        ("config tiny", "--format", "Codewords per codebook."),
+        ("runs", "--sort", "[DIR]"),
+        ("report", "--samples", "RUN/report.html"),
     ],
 )
 def test_help_of_a_command_lists_its_options(arguments, option, text, capsys):
@@ -171,8 +178,10 @@ import transformer_vq.cli.main as cli
 assert not {"torch", "numpy", "tyro"} & sys.modules.keys()
 lines = [[name, "--help"] for name in cli.COMMANDS]
 errors = [["trian"], ["train"], ["train", "tinny"], ["train", "tiny", "--x"]]
+errors += [["info", "--config", "no.toml"], ["train", "tiny", "--data.path"]]
+errors += [["runs", "nothing"], ["report", "run", "--samples", "-1"], ["plot"]]
 errors += [["sample", "run", "--tokens", "many"], ["sample", "run", "--tokens", "-1"]]
-for line in [["--help"], ["--version"], *lines, *errors]:
+for line in [["--help"], ["--version"], ["runs"], ["config", "tiny"], *lines, *errors]:
     out, err, status = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -182,7 +191,7 @@ for line in [["--help"], ["--version"], *lines, *errors]:
     assert status == (2 if line in errors else 0), (line, status, err.getvalue())
     assert err.getvalue().startswith("tvq: ") == (line in errors), (line, err.getvalue())
     assert (out.getvalue() == "") == (line in errors), (line, out.getvalue())
-    assert "torch" not in sys.modules, line
+    assert not {"torch", "numpy"} & sys.modules.keys(), line
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
@@ -211,7 +220,7 @@ def test_invalid_options_are_rejected_before_training(tmp_path, capsys):
     [(None, "does not exist"), (b"", "is empty"), (b"too short", "fewer than one sequence")],
 )
 def test_train_rejects_unusable_text(tmp_path, capsys, content, message):
-    common = options(tmp_path)
+    common = options(tmp_path, without=["path"])
     path = tmp_path / "input.txt"
     if content is not None:
         path.write_bytes(content * 4)
@@ -222,7 +231,7 @@ def test_train_rejects_unusable_text(tmp_path, capsys, content, message):
 
 
 def test_train_rejects_a_truncated_zip(tmp_path, capsys):
-    common = options(tmp_path)
+    common = options(tmp_path, without=["path"])
     path = tmp_path / "enwik8.zip"
     path.write_bytes(b"PK\x03\x04 and then nothing")
     line = user_error(
@@ -234,14 +243,15 @@ def test_train_rejects_a_truncated_zip(tmp_path, capsys):
 def test_train_rejects_a_missing_folder_or_a_wrong_vocabulary_size(tmp_path, capsys):
     common = options(tmp_path)
     books = tmp_path / "no-books"
+    other = options(tmp_path, without=["path"])
     line = user_error(
-        capsys, "train", "pg19-1.3b", *common, "--data.path", books, "--out", tmp_path / "run"
+        capsys, "train", "pg19-1.3b", *other, "--data.path", books, "--out", tmp_path / "run"
     )
     assert "no-books" in line
     line = user_error(
         capsys, "train", "tiny", *common, "--model.vocab-size", "300", "--out", tmp_path / "run"
     )
-    assert "set --model.vocab-size to 256" in line
+    assert "set --model.vocab-size to 257" in line
     assert "imagenet64 is not downloaded" in user_error(capsys, "prepare", "imagenet64")
     cache = tmp_path / "empty-cache"
     line = user_error(
@@ -257,11 +267,11 @@ def test_missing_runs_and_changed_settings_are_rejected(tmp_path, capsys):
     assert "does not exist" in user_error(capsys, "plot", tmp_path / "nothing")
     run = train(tmp_path)
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
-    line = user_error(capsys, "resume", run, "--model.n-code", "9", "--optim.lr", "1")
-    assert "--model.n-code (7), --optim.lr (0.003) cannot change" in line
+    line = user_error(capsys, "resume", run, "--model.n-code", "9", "--optim.warmup", "1")
+    assert "--model.n-code (7), --optim.warmup (100) cannot change" in line
     assert "--train.init-from" in line
-    line = user_error(capsys, "resume", run, "--model.no_compressive_cache", "--train.steps=9")
-    assert "--model.compressive-cache (True), --train.steps (10) cannot change" in line
+    line = user_error(capsys, "resume", run, "--model.no_compressive_cache", "--train.seed=9")
+    assert "--model.compressive-cache (True), --train.seed (0) cannot change" in line
     line = user_error(capsys, "train", "tiny", *options(tmp_path), "--out", run)
     assert "tvq resume" in line
     assert "no checkpoint" in user_error(capsys, "eval", run, "--checkpoint", "77")

@@ -24,6 +24,7 @@ OWN_RESULTS = {
     "eval": ("evaluation-*.json",),
     "sample": ("samples.png",),
     "plot": ("*.png",),
+    "report": ("report.html",),
     "resume": ("*", "*/*", "*/*/*", "*/*/*/*"),
 }
 
@@ -61,7 +62,7 @@ def _wrong_change(line: list[str], sandbox: Sandbox) -> str | None:
     command = line[0] if line else ""
     named = [_path(word, sandbox) for word in line[1:]]
     cache = sandbox.home / ".cache" / "transformer_vq"
-    places = [*named, cache, sandbox.work / "runs", sandbox.work / "demo"]
+    places = [*named, cache, *(sandbox.work / name for name in ("runs", "demo", "comparison.png"))]
     if command == "plot":
         places += [path.with_suffix(".png") for path in named if path.suffix]
     for path in before.keys() | after.keys():

@@ -45,8 +45,16 @@ def test_help_lists_the_sections_that_change_most_first(capsys, command):
     assert "." not in names[0]
 
 
-def test_help_of_train_starts_with_out_and_json(capsys):
-    assert listed(help_of(capsys, "train"))[:2] == ["--out", "--json"]
+def test_help_of_train_starts_with_its_own_options(capsys):
+    assert listed(help_of(capsys, "train"))[:3] == ["--out", "--config", "--json"]
+
+
+def test_help_shows_options_with_any_number_of_values_readably(capsys):
+    out = help_of(capsys, "train")
+    assert "--data.path PATH ..." in out
+    assert "--data.weights FLOAT ..." in out
+    assert "(default: )" not in out
+    assert "--images PATH ..." in help_of(capsys, "sample")
 
 
 def test_help_joins_the_lines_of_a_sentence(capsys, monkeypatch):

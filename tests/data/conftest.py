@@ -12,7 +12,9 @@ from transformer_vq.data.tokenizer_training import train_sentencepiece
 def text(tmp_path):
     """The config of a text file with CONTENT."""
     (tmp_path / "text").write_bytes(CONTENT)
-    return DataConfig(path=str(tmp_path / "text"), cache=str(tmp_path / "cache"))
+    return DataConfig(
+        path=str(tmp_path / "text"), cache=str(tmp_path / "cache"), end_of_document=False
+    )
 
 
 @pytest.fixture(scope="session")
@@ -29,4 +31,10 @@ def books(tmp_path, book_model):
         (tmp_path / "books" / split).mkdir(parents=True)
         (tmp_path / "books" / split / "1.txt").write_bytes(CONTENT)
         (tmp_path / "books" / split / "2.txt").write_bytes(CONTENT[:300])
-    return DataConfig("pg19", str(tmp_path / "books"), str(book_model), str(tmp_path / "cache"))
+    return DataConfig(
+        "pg19",
+        str(tmp_path / "books"),
+        tokenizer=str(book_model),
+        end_of_document=False,
+        cache=str(tmp_path / "cache"),
+    )

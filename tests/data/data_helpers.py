@@ -1,11 +1,11 @@
 """Helpers for the tests of data: texts, their sources, and messages of rejected data."""
 
-import numpy as np
+from itertools import pairwise
+
 import pytest
 
 from transformer_vq.data.corpus import Corpus
 from transformer_vq.data.sources.base import DataError
-from transformer_vq.data.sources.text import ByteFiles, text_files
 
 CONTENT = b"".join(b"%d green bottles\n" % i for i in range(50))
 
@@ -20,21 +20,11 @@ def story(n_lines: int = 400) -> str:
     )
 
 
-def text_source(path):
-    """Return the source of a text file or folder."""
-    return ByteFiles.from_files(path, text_files(path))
-
-
-def documents(source, split):
-    """Return the bytes of each document of a split."""
-    found = []
-    for part in source.chunks(split):
-        assert part.tokens.dtype == np.uint8
-        assert len(part.tokens) == part.n_bytes
-        if part.starts_document:
-            found.append(b"")
-        found[-1] += part.tokens.tobytes()
-    return found
+def documents(corpus, split):
+    """Return the bytes of each document of a split, without end-of-document tokens."""
+    found, tokenizer = corpus.split(split), corpus.tokenizer()
+    edges = [*found.starts, len(found)]
+    return [tokenizer.decode(found.tokens[a:b].tolist()) for a, b in pairwise(edges)]
 
 
 def rejection(function, *arguments):
@@ -51,3 +41,8 @@ def open_rejection(folder):
     assert str(folder) in message
     assert "delete it" in message
     return message
+
+
+def is_lossless(tokenizer, text):
+    """Return whether decoding the tokens of a text gives exactly that text."""
+    return tokenizer.decode(tokenizer.encode(text)) == text.encode("utf-8", "surrogateescape")

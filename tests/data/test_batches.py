@@ -1,6 +1,7 @@
 """Batches for truncated BPTT: each token is a target once per epoch; batches depend on the step."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -255,3 +256,51 @@ def test_n_targets_excludes_padding():
     valid = torch.tensor([[True, True, False], [True, False, False]])
     assert Batch(tokens, tokens, tokens).n_targets == 6
     assert Batch(tokens, tokens, tokens, valid).n_targets == 3
+
+
+def with_parts(n, parts, starts=(0,)):
+    return replace(make_split(n, starts), parts=parts)
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5), st.integers(1, 200))
+def test_parts_are_interleaved_evenly_by_weight(weights, n):
+    split = with_parts(4 * len(weights), (4,) * len(weights))
+    batches = TrainingBatches(split, 1, 4, 4, weights=weights)
+    found = [batches._part_of(position) for position in range(n)]
+    for number, weight in enumerate(weights):
+        own = [count for part, count in found if part == number]
+        assert own == list(range(len(own)))
+        assert abs(len(own) - n * weight / sum(weights)) < len(weights)
+
+
+def test_weights_decide_how_often_a_part_is_used_and_sequences_stay_in_it():
+    split = with_parts(1000, (300, 700), starts=(0, 100, 300, 555))
+    batches = TrainingBatches(split, 5, 20, 10, seed=3, weights=(9, 1))
+    rows = [[i for i in row if i >= 0] for row in rows_of(batches, 100)]
+    first = [row for row in rows if row[0] < 300]
+    assert len(first) == 90
+    assert all(max(row) < 300 for row in first)
+    for epoch in range(6):  # 15 sequences in the first part: each is used once per epoch
+        used = first[15 * epoch : 15 * epoch + 15]
+        assert sorted(i for row in used for i in row) == list(range(300))
+    assert batches.n_sequences == 15 + 35
+
+
+def test_sequences_of_a_part_start_at_its_first_token():
+    split = with_parts(57, (23, 34), starts=(0, 23))
+    batches = TrainingBatches(split, 1, 10, 10, weights=(1, 1))
+    rows = [[i for i in row if i >= 0] for row in rows_of(batches, 8)]
+    assert {row[0] for row in rows} == {0, 10, 20, 23, 33, 43, 53}
+    assert not any(set(row) & {22} and set(row) & {23} for row in rows)
+    assert batches[0].document_ids is None  # no sequence contains two documents
+
+
+def test_a_part_shorter_than_a_sequence_is_rejected():
+    with pytest.raises(DataError, match=r"training split of --data\.path 2 has 5 tokens"):
+        TrainingBatches(with_parts(105, (100, 5)), 1, 10, 10, weights=(1, 1))
+
+
+def test_without_weights_parts_do_not_matter():
+    plain, parts = make_split(100), with_parts(100, (40, 60))
+    for step in range(12):
+        assert_same(TrainingBatches(plain, 2, 10, 5)[step], TrainingBatches(parts, 2, 10, 5)[step])

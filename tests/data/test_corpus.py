@@ -1,13 +1,12 @@
 """Prepared corpora: written once, complete or not at all, and reused until the data changes."""
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from data_helpers import CONTENT, rejection
 
-from transformer_vq.config import DataConfig
 from transformer_vq.data import corpus as corpus_module
 from transformer_vq.data.corpus import Corpus, SplitSize, prepare
 from transformer_vq.data.sources.base import SPLITS, Chunk, DataError
@@ -22,13 +21,14 @@ class RandomTokens:
     bos: int = 3
     has_words: bool = False
     n_bytes: int = 0
+    splits: tuple[str, ...] = SPLITS
     error: BaseException | None = None
     """Raised in the middle of the train split."""
 
     def fingerprint(self):
         return [self.vocab_size]
 
-    def setup(self, folder):
+    def setup(self, folder, work):
         (folder / "extra").write_text("stays")
 
     def chunks(self, split):
@@ -79,7 +79,7 @@ def test_sizes_count_tokens_documents_bytes_and_words(text, tmp_path):
     (tmp_path / "folder").mkdir()
     for i in range(20):
         (tmp_path / "folder" / f"{i}").write_text("two words\n")
-    corpus = prepare(DataConfig(path=str(tmp_path / "folder"), cache=text.cache))
+    corpus = prepare(replace(text, path=str(tmp_path / "folder")))
     assert corpus.sizes == {
         "train": SplitSize(180, 18, 180, 36),
         "validation": SplitSize(10, 1, 10, 2),
@@ -140,11 +140,11 @@ def test_sha256_depends_on_the_tokens_and_not_on_their_path(text, tmp_path):
     first = prepare(text)
     copy = tmp_path / "copy"
     copy.write_bytes(CONTENT)
-    second = prepare(DataConfig(path=str(copy), cache=text.cache))
+    second = prepare(replace(text, path=str(copy)))
     assert second.folder != first.folder
     assert second.sha256 == first.sha256
     copy.write_bytes(CONTENT[:-1] + b".")
-    assert prepare(DataConfig(path=str(copy), cache=text.cache)).sha256 != first.sha256
+    assert prepare(replace(text, path=str(copy))).sha256 != first.sha256
 
 
 def test_sha256_depends_on_the_document_starts(text, tmp_path):
@@ -152,7 +152,7 @@ def test_sha256_depends_on_the_document_starts(text, tmp_path):
     (tmp_path / "folder" / "1").write_bytes(CONTENT[:100])
     (tmp_path / "folder" / "2").write_bytes(CONTENT[:100])
     (tmp_path / "text").write_bytes(CONTENT[:100] * 2)
-    two, one = prepare(DataConfig(path=str(tmp_path / "folder"), cache=text.cache)), prepare(text)
+    two, one = prepare(replace(text, path=str(tmp_path / "folder"))), prepare(text)
     assert two.split("train").tokens.tolist() == one.split("train").tokens.tolist()
     assert two.sha256 != one.sha256
 
@@ -173,7 +173,7 @@ def test_prepare_rejects_too_few_bytes_for_three_splits(text, tmp_path, n, split
     (tmp_path / "text").write_bytes(CONTENT[:n])
     assert rejection(prepare, text, 256) == (
         f"the {split} split of text would be empty: {n} bytes are too few for "
-        "train, validation and test; use more data"
+        "train, validation, test; use more data"
     )
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -257,7 +257,11 @@ class RecordingReporter:
 def test_prepare_reports_to_the_given_reporter(text, capsys):
     reporter = RecordingReporter()
     corpus = prepare(text, reporter=reporter)
-    assert reporter.tasks == [("preparing text", 840, "B")]
+    assert reporter.tasks == [
+        ("reading", None, "B"),
+        ("tokenizing", 840, "B"),
+        ("writing text", 840, "B"),
+    ]
     (corpus.folder / "train.bin").write_bytes(b"")
     prepare(text, reporter=reporter)
     (warning,) = reporter.messages

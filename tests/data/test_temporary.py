@@ -18,7 +18,7 @@ import sys, time
 from transformer_vq.config import DataConfig
 from transformer_vq.data import corpus as corpus_module
 
-def block(source, dataset, folder):
+def block(source, dataset, folder, end_of_document):
     (folder / ".vocabulary-x.partial").mkdir()
     (folder / "train.bin").write_bytes(b"incomplete")
     print(folder, flush=True)
@@ -36,18 +36,19 @@ def prepare_other(text, tmp_path, name):
 
 
 def test_temporary_folders_are_deleted_after_their_process_is_killed(text, tmp_path):
-    command = [sys.executable, "-c", BLOCKED, text.path, text.cache]
+    command = [sys.executable, "-c", BLOCKED, *text.path, text.cache]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             folder = process.stdout.readline().strip()
             first = prepare_other(text, tmp_path, "1")
-            assert set(os.listdir(text.cache)) == {first, os.path.basename(folder)}
+            (work,) = (name for name in os.listdir(text.cache) if name.endswith(".work"))
+            assert set(os.listdir(text.cache)) == {first, os.path.basename(folder), work}
             assert set(os.listdir(folder)) == {".vocabulary-x.partial", "train.bin"}
         finally:
             process.send_signal(signal.SIGKILL)
     assert os.path.isdir(folder)
     second = prepare_other(text, tmp_path, "2")
-    assert set(os.listdir(text.cache)) == {first, second}
+    assert set(os.listdir(text.cache)) == {first, second, work}
 
 
 def test_a_temporary_folder_in_use_is_kept(tmp_path):

@@ -4,15 +4,21 @@ import io
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sentencepiece
-from data_helpers import story
+from data_helpers import is_lossless, story
 from hypothesis import given
 from hypothesis import strategies as st
 
 from transformer_vq.data.sources.base import DataError
 from transformer_vq.data.tokenizer_training import train_sentencepiece
-from transformer_vq.data.tokenizers import ByteTokenizer, SentencePieceTokenizer, load_tokenizer
+from transformer_vq.data.tokenizers import (
+    ByteTokenizer,
+    SentencePieceTokenizer,
+    load_tokenizer,
+    open_tokenizer,
+)
 
 VOCAB_SIZE = 400
 EXACT = {"add_dummy_prefix": False, "remove_extra_whitespaces": False}
@@ -75,6 +81,63 @@ def test_bytes_that_are_not_utf8_round_trip(learned):
         assert tokenizer.decode(tokenizer.encode(os.fsdecode(data))) == data
 
 
+def test_lone_surrogates_become_replacement_characters(learned, tmp_path):
+    (tmp_path / "other.model").write_bytes(train_other())
+    without_bytes = SentencePieceTokenizer(tmp_path / "other.model")
+    text = "fox \ud800 \udfff\udcff ok"
+    for tokenizer in (learned, ByteTokenizer()):
+        assert tokenizer.decode(tokenizer.encode(text)) == b"fox \xef\xbf\xbd \xef\xbf\xbd\xff ok"
+    assert without_bytes.encode(text) == without_bytes.encode("fox \ufffd \ufffd\ufffd ok")
+    assert ByteTokenizer().encode("\ud800") == list("\ufffd".encode())
+
+
+@pytest.mark.parametrize("texts", [[], [""], AWKWARD, [story(9), "", "x"], ["a", "b\udcff\ud800"]])
+def test_batches_equal_single_texts(learned, tmp_path, texts):
+    (tmp_path / "other.model").write_bytes(train_other())
+    without_bytes = SentencePieceTokenizer(tmp_path / "other.model")
+    for tokenizer in (learned, ByteTokenizer(), ByteTokenizer(True), without_bytes):
+        batch = tokenizer.encode_batch(texts)
+        assert [x.tolist() for x in batch] == [tokenizer.encode(text) for text in texts]
+        assert all(x.dtype == np.uint32 for x in batch)
+
+
+def test_bytes_with_an_end_of_document_have_one_more_token():
+    tokenizer = ByteTokenizer(end_of_document=True)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (257, 256, 256)
+    assert tokenizer.decode([256, 0, 97, 256]) == b"\0a"
+    assert len(set(tokenizer.pieces)) == 257
+    assert ByteTokenizer().eod is None
+
+
+@pytest.mark.parametrize(
+    ("options", "bos", "eod"),
+    [({}, 1, 2), ({"bos_id": -1, "eos_id": 1}, 1, 1), ({"eos_id": -1}, 1, 1)],
+)
+def test_bos_and_eos_of_a_model_replace_each_other(tmp_path, options, bos, eod):
+    path = tmp_path / "other.model"
+    path.write_bytes(train_other(**options))
+    tokenizer = open_tokenizer(path, end_of_document=True)
+    assert (tokenizer.bos, tokenizer.eod) == (bos, eod)
+    assert tokenizer.decode([bos, eod]) == b""
+    assert open_tokenizer(path).eod is None
+
+
+def test_lines_are_cut_only_where_that_keeps_the_tokens(learned, tmp_path):
+    path = tmp_path / "other.model"
+    path.write_bytes(train_other(add_dummy_prefix=False))
+    tokenizers = (learned, ByteTokenizer(), SentencePieceTokenizer(path))
+    assert [tokenizer.encodes_lines for tokenizer in tokenizers] == [True, True, False]
+
+
+def test_lossy_tokenizers_are_detected(learned, tmp_path):
+    path = tmp_path / "other.model"
+    path.write_bytes(train_other())
+    for text in [*AWKWARD, "caf\udce9", "\udcff"]:
+        assert is_lossless(learned, text)
+        assert is_lossless(ByteTokenizer(), text)
+    assert not is_lossless(SentencePieceTokenizer(path), "two  spaces")
+
+
 def test_a_learned_vocabulary_has_the_requested_size_and_bos(learned):
     assert (learned.vocab_size, learned.bos) == (VOCAB_SIZE, 1)
     assert learned.decode([0]) == "\ufffd".encode()
@@ -113,11 +176,14 @@ def test_a_saved_tokenizer_is_loaded(learned, model_path, tmp_path):
     assert (tmp_path / "tokenizer.model").read_bytes() == model_path.read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["tokenizer.model"]
     assert load_tokenizer(tmp_path).encode("the fox") == learned.encode("the fox")
+    assert load_tokenizer(tmp_path, end_of_document=True).eod == learned.bos
+    assert open_tokenizer(tmp_path).sha256 == open_tokenizer(model_path).sha256 == learned.sha256
 
 
 def test_load_tokenizer_without_a_model_returns_bytes(tmp_path):
     ByteTokenizer().save(tmp_path)
     assert list(tmp_path.iterdir()) == []
+    assert load_tokenizer(tmp_path, end_of_document=True).vocab_size == 257
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.vocab_size, tokenizer.bos) == (256, 0)
     assert tokenizer.encode("a\u00e9") == [97, 195, 169]
@@ -159,7 +225,7 @@ def test_load_tokenizer_rejects_a_different_digest(learned, tmp_path):
     with pytest.raises(DataError, match=r"tokenizer\.model is corrupt or another vocabulary"):
         load_tokenizer(tmp_path, learned.sha256)
     path.unlink()
-    with pytest.raises(DataError, match=r"tokenizer\.model does not exist"):
+    with pytest.raises(DataError, match=r"has no tokenizer\.model and no tokenizer\.json"):
         load_tokenizer(tmp_path, learned.sha256)
 
 
@@ -178,8 +244,8 @@ def test_a_missing_model_is_rejected(tmp_path):
         SentencePieceTokenizer(tmp_path / "absent.model")
 
 
-def test_a_model_without_bos_is_rejected(tmp_path):
+def test_a_model_without_bos_and_eos_is_rejected(tmp_path):
     path = tmp_path / "other.model"
-    path.write_bytes(train_other(bos_id=-1))
+    path.write_bytes(train_other(bos_id=-1, eos_id=-1))
     with pytest.raises(DataError, match=r"other\.model has no bos piece"):
         SentencePieceTokenizer(path)

@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 from transformer_vq import TransformerVQ
 from transformer_vq.cli.main import main
 from transformer_vq.data.tokenizers import ByteTokenizer
+from transformer_vq.generation import text as text_module
+from transformer_vq.generation.decode import generate
 from transformer_vq.generation.images import sample_images, save_grid
 from transformer_vq.generation.sampling import Sampling
-from transformer_vq.generation.text import TextStream, prefill_text, sample_text
+from transformer_vq.generation.text import (
+    TextStream,
+    generate_text,
+    prefill_text,
+    sample_text,
+)
 from transformer_vq.training.run import train
 
 
@@ -66,9 +73,39 @@ def test_row_zero_is_written_while_decoding():
     written = []
     options = {"seed": 1, "write": written.append}
     texts = sample_text(model, tokenizer, context.repeat(3), 20, Sampling(), **options)
-    assert len(set(texts)) == 3
-    assert "".join(written) == texts[0]
+    assert len({sample.text for sample in texts}) == 3
+    assert "".join(written) == texts[0].text
     assert sample_text(model, tokenizer, context, 20, Sampling(), seed=1) == texts[:1]
+
+
+def test_a_text_ends_where_the_model_ends_the_document(monkeypatch):
+    tokenizer = ByteTokenizer(end_of_document=True)
+    script = [[120, 120, 256], [120, 256, 121], [256, 120, 121], [65, 65, 121]]
+
+    def scripted(model, context, max_new_tokens, sampling, seed, stop_tokens, *, compiled):
+        done = [False] * 3
+        for tokens in script[:max_new_tokens]:
+            yield [None if over else t for t, over in zip(tokens, done, strict=True)]
+            done = [o or t in stop_tokens for o, t in zip(done, tokens, strict=True)]
+
+    monkeypatch.setattr(text_module, "stream", scripted)
+    model = TransformerVQ(tiny_config(vocab_size=257)).eval()
+    context = prefill_text(model, tokenizer, "hello").repeat(3)
+    texts = sample_text(model, tokenizer, context, 4, Sampling())
+    assert texts == [("xx", True), ("x", True), ("", True)]
+    texts = sample_text(model, tokenizer, context, 1, Sampling())
+    assert texts == [("x", False), ("x", False), ("", True)]
+    texts = sample_text(model, tokenizer, context, 4, Sampling(), stop_at_end=False)
+    assert texts == [("xxA", False), ("xxA", False), ("yyy", False)]
+    texts = sample_text(model, tokenizer, context, 4, Sampling(), stop=["x"])
+    assert texts == [("", False), ("", False), ("", True)]
+
+
+def test_generate_text_returns_the_continuation():
+    model, tokenizer = TransformerVQ(tiny_config(vocab_size=256)).eval(), ByteTokenizer()
+    text = generate_text(model, tokenizer, "hello", 20, temperature=0)
+    tokens = generate(model, [0, *b"hello"], 20, temperature=0)
+    assert text == bytes(tokens).decode(errors="replace")
 
 
 def test_an_empty_prompt_starts_a_document_or_keeps_the_context():

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformer_vq.cli.main import main
 from transformer_vq.config import DataConfig
-from transformer_vq.data.tokenizers import load_tokenizer
+from transformer_vq.data.tokenizers import TOKENIZER_FILES
 from transformer_vq.generation.decode import generate
 from transformer_vq.hf import TransformerVQForCausalLM
 from transformer_vq.hf.export import export
-from transformer_vq.training.checkpoint import CheckpointError, load_model
+from transformer_vq.training.checkpoint import CheckpointError, load_model, read_tokenizer
 from transformer_vq.training.run import train
 
 README = Path(__file__).parents[2] / "README.md"
@@ -40,7 +40,7 @@ def run(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("bytes"))
 
 
-@pytest.fixture(scope="module", params=["bytes", "sentencepiece"])
+@pytest.fixture(scope="module", params=["bytes", "sentencepiece", "bpe", "no end"])
 def run_with_tokenizer(request, tmp_path_factory):
     """Return a run for each tokenizer type."""
     return trained(tmp_path_factory.mktemp(request.param), request.param)
@@ -48,11 +48,22 @@ def run_with_tokenizer(request, tmp_path_factory):
 
 def trained(folder, tokenizer="bytes"):
     config = tiny_run(folder, train={"steps": 4})
-    if tokenizer == "sentencepiece":
+    if tokenizer in ("sentencepiece", "bpe"):
         config = replace(
             config,
             model=replace(config.model, vocab_size=300),
-            data=DataConfig("pg19", path=books(folder / "books"), cache=str(folder / "cache")),
+            data=DataConfig(
+                "pg19",
+                path=books(folder / "books"),
+                tokenizer=tokenizer,
+                cache=str(folder / "cache"),
+            ),
+        )
+    if tokenizer == "no end":
+        config = replace(
+            config,
+            model=replace(config.model, vocab_size=256),
+            data=replace(config.data, end_of_document=False),
         )
     train(config, folder / "run")
     return folder / "run"
@@ -61,10 +72,10 @@ def trained(folder, tokenizer="bytes"):
 def test_exported_model_generates_the_same_tokens_as_the_run(run_with_tokenizer, tmp_path):
     run = run_with_tokenizer
     assert export(run, tmp_path / "out") == "best"
-    ours, tokenizer = load_model(run)[0], load_tokenizer(run)
+    ours, tokenizer = load_model(run)[0], read_tokenizer(run)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
-    extra = {"tokenizer.model"} if (run / "tokenizer.model").exists() else set()
+    extra = {name for name in TOKENIZER_FILES if (run / name).exists()}
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES | extra
     text = "In 1805 the caf\u00e9 fox"
     inputs = theirs(text, return_tensors="pt")
@@ -72,8 +83,13 @@ def test_exported_model_generates_the_same_tokens_as_the_run(run_with_tokenizer,
     assert inputs.input_ids.tolist() == [tokens]
     assert torch.equal(model(**inputs).logits, ours.eval()(torch.tensor([tokens])).logits)
     got = model.generate(**inputs, max_new_tokens=10)[0, len(tokens) :].tolist()
-    assert got == generate(ours, tokens, 10, temperature=0)
-    assert model.generation_config.bos_token_id == tokenizer.bos
+    want = generate(ours, tokens, 10, temperature=0)
+    if tokenizer.eod in want:
+        want = want[: want.index(tokenizer.eod) + 1]
+    assert got == want
+    for settings in (model.config, model.generation_config, theirs):
+        assert settings.bos_token_id == tokenizer.bos
+        assert settings.eos_token_id == tokenizer.eod
 
 
 def test_export_writes_the_requested_checkpoint(run, tmp_path):

@@ -14,23 +14,34 @@ from transformer_vq.hf import TransformerVQConfig, TransformerVQTokenizer
 PARTS = st.one_of(
     st.text(max_size=20),
     st.sampled_from(
-        ["<s>", "<unk>", "<0x00>", "<0x41>", "\u2581", "  ", "\n", " fox \u00e9t\u00e9"]
+        [
+            "<s>",
+            "<unk>",
+            "<|endoftext|>",
+            "<0x00>",
+            "<0x41>",
+            "\u2581",
+            "  ",
+            "\n",
+            " fox \u00e9t\u00e9",
+        ]
     ),
 )
 TEXTS = st.lists(PARTS, max_size=6).map("".join)
 
 
-@pytest.fixture(scope="module", params=["bytes", "sentencepiece"])
+@pytest.fixture(scope="module", params=["bytes", "sentencepiece", "bytes-eod", "sentencepiece-eod"])
 def pair(request, tmp_path_factory):
     """Return our tokenizer and the one that AutoTokenizer loads from a folder."""
     folder = tmp_path_factory.mktemp(request.param)
-    ours, vocab_file = ByteTokenizer(), None
-    if request.param == "sentencepiece":
+    ends = request.param.endswith("eod")
+    ours, vocab_file = ByteTokenizer(ends), None
+    if request.param.startswith("sentencepiece"):
         vocab_file = str(folder / "books.model")
         lines = "".join(f"In {1800 + i % 90} the fox saw {i} dogs.\n" for i in range(200))
         train_sentencepiece([lines], 300, Path(vocab_file))
-        ours = SentencePieceTokenizer(Path(vocab_file))
-    TransformerVQTokenizer(vocab_file).save_pretrained(folder / "saved")
+        ours = SentencePieceTokenizer(Path(vocab_file), end_of_document=ends)
+    TransformerVQTokenizer(vocab_file, end_of_document=ends).save_pretrained(folder / "saved")
     TransformerVQConfig().save_pretrained(folder / "saved")
     theirs = AutoTokenizer.from_pretrained(folder / "saved")
     assert isinstance(theirs, TransformerVQTokenizer)
@@ -83,7 +94,8 @@ def test_special_tokens_are_skipped_on_request(pair):
     ours, theirs = pair
     assert theirs.decode([ours.bos]) == ours.decode([ours.bos]).decode()
     assert theirs.decode([ours.bos], skip_special_tokens=True) == ""
-    assert theirs.eos_token_id is None
+    assert theirs.eos_token_id == ours.eod
+    assert (theirs.bos_token_id, theirs.pad_token_id) == (ours.bos, ours.bos)
     assert theirs.unk_token_id is None
 
 

@@ -190,6 +190,27 @@ def check_tensor_with_data_or_context_parallel_equals_one_process(folder):
 
 
 @for_worlds(2)
+def check_the_average_of_the_weights_equals_that_of_one_process(folder):
+    config = run_config({"absolute_positions": True}, accumulate=2, weight_average=0.7)
+    for mesh in (ParallelConfig(dp=2), ParallelConfig(fsdp=2), ParallelConfig(tp=2)):
+        assert_same_as_one_process(config, mesh)
+
+
+@for_worlds(2)
+def check_averaged_weights_do_not_stay_in_the_model(folder):
+    """FSDP keeps gathered parameters after a pass without gradients."""
+    config = run_config(weight_average=0.7)
+    for mesh in (ParallelConfig(dp=2), ParallelConfig(fsdp=2), ParallelConfig(tp=2)):
+        one, many = make_trainer(config), make_trainer(config, mesh)
+        for step, batch in enumerate(windows(config, 3)):
+            take_step(one, batch, step)
+            take_step(many, batch, step)
+            with many.averaged_model() as model, torch.no_grad():
+                model(batch.tokens)
+        assert_same(one, many)
+
+
+@for_worlds(2)
 def check_sizes_predicts_the_optimizer_memory_of_a_rank(folder):
     for mesh in (ParallelConfig(fsdp=2), ParallelConfig(tp=2), ParallelConfig(dp=2)):
         for head_type in ("shga", "mha"):
@@ -201,6 +222,8 @@ def check_sizes_predicts_the_optimizer_memory_of_a_rank(folder):
             moments = [x for s in many.optimizer.state.values() for x in s.values() if x.ndim]
             assert sum(local(x).numel() for x in moments) == 2 * got
             assert sizes(config).optimizer_bytes == 4 * 2 * got
+            averaging = replace(config, train=replace(config.train, weight_average=0.5))
+            assert sizes(averaging).average_bytes == 4 * got
 
 
 def local(x):
@@ -291,9 +314,13 @@ def check_bf16_losses_stay_close_to_float32(folder):
 
 
 def tiny(folder, mesh=None, **changes):
-    """Return the config of a run of ten steps on text, by default without dropout."""
+    """Return the config of a run of ten steps on text, by default without dropout.
+
+    Validation uses averaged weights, which must not stay in the model.
+    """
     deterministic = {"p_dropsin": 0.0, "p_dropres": 0.0, "p_droplyr": 0.0, "revive_below": 0.0}
-    changes = {"model": deterministic, "optim": {"eps": 1e-3}, **changes}
+    changes = {"model": deterministic, "optim": {"eps": 1e-3, "lr": 0.02}, **changes}
+    changes["train"] = {"weight_average": 0.7} | changes.get("train", {})
     return replace(tiny_run(folder, **changes), parallel=mesh or ParallelConfig())
 
 
@@ -338,11 +365,25 @@ def check_a_signal_to_one_rank_stops_all_and_resuming_is_exact(folder):
 
 
 @for_worlds(2)
+def check_an_extended_run_equals_the_longer_run(folder):
+    write_data(folder)
+    wsd = {"model": {"n_layer": 1}, "optim": {"schedule": "wsd", "decay_share": 0.5}}
+    short = tiny(folder, ParallelConfig(dp=2), **wsd, train={"steps": 8, "save_every": 7})
+    long = replace(short, train=replace(short.train, steps=12))
+    train(short, folder / "extended")
+    resume(folder / "extended", long)
+    train(long, folder / "long")
+    assert losses(folder / "extended") == losses(folder / "long")
+
+
+@for_worlds(2)
 def check_a_run_resumes_on_other_meshes(folder):
     """Leave a run for test_worlds.py, where a single process resumes it."""
     write_data(folder)
     run = folder / "meshes"
     stop_after(2, lambda: train(tiny(folder, ParallelConfig(dp=2)), run))
+    micro_batches = {"train": {"accumulate": 2}}
     stop_after(4, lambda: resume(run, tiny(folder, ParallelConfig(tp=2))))
-    stop_after(5, lambda: resume(run, tiny(folder, ParallelConfig(cp=2))))
-    stop_after(7, lambda: resume(run, tiny(folder, ParallelConfig(fsdp=2))))
+    stop_after(5, lambda: resume(run, tiny(folder, ParallelConfig(dp=2), **micro_batches)))
+    stop_after(7, lambda: resume(run, tiny(folder, ParallelConfig(cp=2))))
+    stop_after(9, lambda: resume(run, tiny(folder, ParallelConfig(fsdp=2))))

@@ -24,13 +24,15 @@ def options_of(run, config):
         "model": ["d_model", "n_layer", "d_k", "n_code", "block_len"],
         "data": ["path", "cache"],
         "optim": ["lr", "warmup", "eps", "weight_decay"],
-        "train": ["steps", "batch_size", "seq_len", "backprop_len", "eval_every", "save_every"],
+        "train": ["steps", "batch_size", "seq_len", "backprop_len"],
     }
-    options = [
-        f"--{section}.{name.replace('_', '-')}={getattr(getattr(config, section), name)}"
-        for section, names in changed.items()
-        for name in names
-    ]
+    changed["train"] += ["eval_every", "save_every", "weight_average"]
+    options = []
+    for section, names in changed.items():
+        for name in names:
+            value = getattr(getattr(config, section), name)
+            values = value if isinstance(value, tuple) else (value,)
+            options += [f"--{section}.{name.replace('_', '-')}", *map(str, values)]
     options += ["--model.codebook-init=random", "--model.revive-below=0", "--train.device=cpu"]
     return ["-m", "transformer_vq", "train", "tiny", f"--out={run}", *options, "--json"]
 

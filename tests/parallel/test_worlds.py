@@ -7,6 +7,7 @@ from worlds import checks_for, run_checks
 
 from transformer_vq.config import ParallelConfig
 from transformer_vq.training.checkpoint import load_model
+from transformer_vq.training.history import read_history
 from transformer_vq.training.run import resume, train
 
 SIZES = (2, 4)
@@ -45,3 +46,5 @@ def test_one_process_resumes_a_run_of_two_with_the_same_losses(reports):
     for (kind, step, a), (_, _, b) in zip(got, want, strict=True):
         assert a == pytest.approx(b, rel=1e-5), (kind, step)
     assert load_model(folder / "meshes")[1] == "best"
+    steps = [row["step"] for row in read_history(folder / "meshes") if row["event"] == "stop"]
+    assert steps == [2, 4, 5, 7, 9]

@@ -11,8 +11,9 @@ from test_evaluate import train_on_books
 from transformer_vq import TransformerVQ, generate, load_run
 from transformer_vq.data.tokenizers import MODEL_FILE
 from transformer_vq.errors import UserError
-from transformer_vq.files import write_text
+from transformer_vq.files import write_text, write_verified_json
 from transformer_vq.training.checkpoint import (
+    FORMAT,
     CheckpointError,
     load_model,
     newest_checkpoint,
@@ -38,6 +39,20 @@ def test_read_config_rejects_a_folder_without_a_valid_config(tmp_path, content):
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match="config"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(("path", "want"), [(None, ()), ("/books", ("/books",))])
+def test_read_config_reads_configs_of_earlier_versions(tmp_path, path, want):
+    """They had a single optional path, no end of documents, and no settings of schedules."""
+    values = tiny_run(tmp_path).to_dict()
+    values["data"] = {"dataset": "text", "path": path, "tokenizer": None, "cache": None}
+    del values["optim"]["schedule"], values["optim"]["decay_share"]
+    del values["train"]["weight_average"]
+    about = {"format": FORMAT, "tokenizer_sha256": None}
+    write_verified_json(tmp_path / "config.json", values | about)
+    config = read_config(tmp_path)
+    assert (config.data.path, config.data.end_of_document) == (want, False)
+    assert (config.optim.schedule, config.train.weight_average) == ("cosine", 0.0)
 
 
 def test_read_config_rejects_a_missing_folder(tmp_path):

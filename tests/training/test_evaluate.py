@@ -26,7 +26,7 @@ def test_evaluate_uses_the_data_of_the_run_or_other_data(tmp_path):
     other.write_text("something else entirely " * 50)
     data = type(config.data)(path=str(other), cache=config.data.cache)
     elsewhere = evaluate(tmp_path / "run", data=data, protocols=["windowed"])
-    assert elsewhere.protocols["windowed"].tokens == 60
+    assert elsewhere.protocols["windowed"].tokens == 60 + 1  # bytes and the end of the document
     with pytest.raises(ValueError, match="unknown split 'dev'"):
         evaluate(tmp_path / "run", split="dev")
 
@@ -47,7 +47,9 @@ def train_on_books(tmp_path):
         tmp_path, ["It was the best of times,", "it was the worst of times.", "Call me Ishmael."]
     )
     config = tiny_run(tmp_path, model={"vocab_size": 300}, train={"steps": 1})
-    config = replace(config, data=replace(config.data, dataset="pg19", path=str(tmp_path)))
+    config = replace(
+        config, data=replace(config.data, dataset="pg19", path=str(tmp_path), end_of_document=False)
+    )
     train(config, tmp_path / "run")
     return tmp_path / "run"
 
@@ -83,7 +85,7 @@ def test_evaluate_rejects_books_in_another_vocabulary(tmp_path):
 
     # If the books of the run change, another vocabulary is learned from them.
     write_books(tmp_path, tolstoy)
-    message = f"do not have the vocabulary of {run}.*--data.tokenizer {run / MODEL_FILE}$"
+    message = f"do not have the vocabulary of {run}; use --data.tokenizer {run}$"
     with pytest.raises(ValueError, match=message):
         evaluate(run)
     evaluate(run, data=replace(own, tokenizer=str(run / MODEL_FILE)), max_tokens=50)
@@ -92,3 +94,32 @@ def test_evaluate_rejects_books_in_another_vocabulary(tmp_path):
     learned = prepare(own, 300).folder / MODEL_FILE
     with pytest.raises(ValueError, match=message):
         evaluate(run, data=replace(other, tokenizer=str(learned)))
+
+
+def test_split_all_scores_every_document_with_the_vocabulary_of_the_run(tmp_path):
+    run = train_on_books(tmp_path)
+    own = read_config(run).data
+    book = tmp_path / "book.txt"
+    book.write_text("It was the worst of times. Call me anything else.\n" * 9)
+    found = evaluate(run, data=replace(own, path=str(book)), split="all")
+    assert found.split == "all"
+    for result in found.protocols.values():
+        assert result.bytes == len(book.read_bytes())
+        assert result.words == len(book.read_text().split())
+        assert result.tokens == len(load_tokenizer(run).encode(book.read_text()))
+    everything = evaluate(run, split="all", protocols=["windowed"]).protocols["windowed"]
+    books = [x for name in ("train", "validation", "test") for x in (tmp_path / name).iterdir()]
+    assert everything.words == sum(len(book.read_text().split()) for book in books)
+
+
+def test_other_data_do_not_use_the_validation_and_test_files_of_the_run(tmp_path):
+    config = tiny_run(tmp_path, train={"steps": 1})
+    (tmp_path / "held-out.txt").write_text("held out " * 50)
+    data = replace(config.data, test_path=str(tmp_path / "held-out.txt"))
+    train(replace(config, data=data), tmp_path / "run")
+    assert evaluate(tmp_path / "run").protocols["streaming"].bytes == 450
+    (tmp_path / "other.txt").write_text("something else " * 100)
+    other = replace(data, path=str(tmp_path / "other.txt"))
+    assert evaluate(tmp_path / "run", data=other).protocols["streaming"].bytes == 75
+    found = evaluate(tmp_path / "run", data=other, split="all").protocols["streaming"]
+    assert (found.bytes, found.tokens) == (1500, 1501)

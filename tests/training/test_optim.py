@@ -1,6 +1,7 @@
 """Optimizers and the learning rate schedule against the formulas in NumPy."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +10,13 @@ from helpers import tiny_config
 
 from transformer_vq import PRESETS, TransformerVQ
 from transformer_vq.config import OptimConfig
-from transformer_vq.training.optim import Adafactor, AdamW, learning_rate, make_optimizer
+from transformer_vq.training.optim import (
+    Adafactor,
+    AdamW,
+    decay_start,
+    learning_rate,
+    make_optimizer,
+)
 
 
 def test_learning_rate_follows_the_schedule_of_the_paper():
@@ -24,6 +31,24 @@ def test_learning_rate_follows_the_schedule_of_the_paper():
     assert rate[:10_001] == sorted(rate[:10_001])
     assert rate[10_000:] == sorted(rate[10_000:], reverse=True)
     assert learning_rate(config, 200_000, 125_000) == pytest.approx(4e-5)
+
+
+def test_wsd_warms_up_stays_constant_and_decays_at_the_end():
+    config = OptimConfig(schedule="wsd", lr=0.8, warmup=10, decay_share=0.25, lr_final_share=0.5)
+    rate = [learning_rate(config, step, 100) for step in range(102)]
+    assert rate[:11] == pytest.approx([0.08 * step for step in range(11)])
+    assert set(rate[10:76]) == {0.8}
+    for step in range(76, 101):
+        assert rate[step] == pytest.approx(0.4 + 0.4 * (1 - math.sqrt((step - 75) / 25)))
+    assert rate[101] == rate[100] == pytest.approx(0.4)
+
+
+def test_wsd_does_not_depend_on_the_number_of_steps_before_the_decay():
+    config = OptimConfig(schedule="wsd", warmup=10)
+    short, long = ([learning_rate(config, i, n) for i in range(81)] for n in (100, 500))
+    assert short == long
+    run = replace(PRESETS["tiny"], optim=config)
+    assert decay_start(replace(run, train=replace(run.train, steps=100))) == 80
 
 
 def test_learning_rate_without_warmup_starts_at_the_peak():

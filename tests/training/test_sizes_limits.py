@@ -94,7 +94,7 @@ def test_sizes_accept_a_config_or_reject_it_in_one_line(model, optim, train, mes
     except UserError as error:
         lines = str(error).splitlines()
     else:
-        assert min(astuple(replace(found, codebooks=1))) > 0
+        assert min(astuple(replace(found, codebooks=1, average_bytes=1))) > 0
         assert sizes_table("any", config, found)
         lines = ["accepted"]
     assert len(lines) == 1

@@ -13,6 +13,7 @@ import torch
 from helpers import interrupt_after, losses, tiny_run
 
 from transformer_vq import TransformerVQ
+from transformer_vq.data.corpus import prepare
 from transformer_vq.errors import UserError
 from transformer_vq.training import loop
 from transformer_vq.training import run as runs
@@ -38,7 +39,9 @@ def test_train_writes_all_files_of_a_run(tmp_path):
     assert [row["step"] for row in rows if row["kind"] == "validation"] == [4, 8, 10]
     assert 0 < rows[0]["share_in_use"] <= 1
     assert rows[0]["lr"] == 0.0
-    assert rows[0]["bits_per_byte"] == pytest.approx(rows[0]["nats_per_token"] / math.log(2))
+    size = prepare(config.data).sizes["train"]
+    bits = rows[0]["nats_per_token"] / math.log(2) * size.tokens / size.bytes
+    assert rows[0]["bits_per_byte"] == pytest.approx(bits)
     valid = [row["nats_per_token"] for row in rows if row["kind"] == "validation"]
     assert result.best_loss == min(valid)
     assert load_model(run)[1] == "best"
@@ -118,8 +121,8 @@ def test_tensorboard_receives_the_same_values(tmp_path):
 
 @pytest.mark.parametrize(("memory", "accumulate"), [(1 << 40, 1), (300_000, 4), (0, 4)])
 def test_accumulate_zero_divides_the_batch_until_it_fits(tmp_path, monkeypatch, memory, accumulate):
-    monkeypatch.setattr(runs, "total_memory", lambda device: memory)
-    monkeypatch.setattr(runs, "_check_memory", lambda config, world: None)
+    monkeypatch.setattr("transformer_vq.training.memory.total_memory", lambda device: memory)
+    monkeypatch.setattr(runs, "check_memory", lambda config, world: None)
     train(tiny_run(tmp_path, train={"steps": 1, "accumulate": 0}), tmp_path / "run")
     assert read_config(tmp_path / "run").train.accumulate == accumulate
 

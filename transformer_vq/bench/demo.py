@@ -7,9 +7,8 @@ from pathlib import Path
 from transformer_vq.bench.ngram import bits_per_byte
 from transformer_vq.bench.records import DemoRecord
 from transformer_vq.data.corpus import prepare
-from transformer_vq.data.tokenizers import load_tokenizer
 from transformer_vq.generation.decode import generate
-from transformer_vq.training.checkpoint import load_model, read_config
+from transformer_vq.training.checkpoint import load_model, read_config, read_tokenizer
 from transformer_vq.training.evaluate import evaluate
 
 PROMPT = "import os\n\ndef "
@@ -21,7 +20,7 @@ def measure(run: Path) -> DemoRecord:
     windowed = evaluate(run, protocols=["windowed"]).protocols["windowed"]
     n_gram = bits_per_byte(prepare(config.data))
     model, _ = load_model(run)
-    tokenizer = load_tokenizer(run)
+    tokenizer = read_tokenizer(run)
     prompt = [tokenizer.bos, *tokenizer.encode(PROMPT)]
     tokens = generate(model, prompt, 400, top_p=0.95, seed=1)
     return {

@@ -11,19 +11,19 @@ import numpy as np
 from transformer_vq.data.corpus import Corpus
 from transformer_vq.errors import UserError
 
-N = 256
+N = 257  # bytes and the end of a document
 
 
 def bits_per_byte(corpus: Corpus, split: str = "test") -> dict[int, float]:
     """Return the bits per byte of orders 0, 1 and 2, counted on the training split."""
-    if corpus.vocab_size != N:
+    if corpus.tokenizer_sha256 is not None or corpus.vocab_size > N:
         raise UserError(f"{corpus.dataset} is not a byte-level corpus; use bytes as tokens")
     train, test = (np.asarray(corpus.split(name).tokens) for name in ("train", split))
-    p = np.full(len(test), 1 / N)
+    p = np.full(len(test), 1 / corpus.vocab_size)
     bits = {}
     for order in (0, 1, 2):
         p = _smooth(p, *_counts(train, test, order))
-        bits[order] = float(-np.log2(p).mean())
+        bits[order] = float(-np.log2(p).sum()) / corpus.sizes[split].bytes
     return bits
 
 

@@ -276,6 +276,31 @@ class RunsRecord(TypedDict):
     runs: dict[str, RunRecord]
 
 
+# tvq bench tokenize
+
+
+class TokenizeRow(TypedDict):
+    """The preparation of a text of one size."""
+
+    megabytes: float
+    mb_per_second: float
+    library_mb_per_second: float
+    ratio: float
+    peak_mb: float
+    learning_seconds: float
+    learning_peak_mb: float
+
+
+class TokenizeRecord(TypedDict):
+    """Throughput of preparing text next to that of the tokenizer library alone, and memory."""
+
+    tokenizer: str
+    vocab_size: int
+    tokens_per_byte: float
+    rows: list[TokenizeRow]
+    machine: Machine
+
+
 # tvq bench demo
 
 

@@ -23,7 +23,8 @@ from transformer_vq.data.corpus import prepare
 from transformer_vq.device import find_device, total_memory
 from transformer_vq.errors import UserError
 from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.training.run import choose_accumulation, training_batches
+from transformer_vq.training.memory import choose_accumulation
+from transformer_vq.training.run import training_batches
 from transformer_vq.training.sizes import flops_per_token
 from transformer_vq.training.step import Trainer
 

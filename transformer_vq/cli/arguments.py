@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import inspect
 import io
 import os
 import re
-import shlex
 import sys
-from collections.abc import Collection, Iterable
+import types
+from collections.abc import Collection
 from dataclasses import fields, is_dataclass, replace
-from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from transformer_vq.cli.messages import LIST_HINT, tyro_error, unexpected_words
+from transformer_vq.cli.messages import nearest as nearest
 from transformer_vq.config import RunConfig
 from transformer_vq.config.checks import shown
 from transformer_vq.errors import UserError
@@ -25,7 +25,6 @@ from transformer_vq.presets import PRESETS
 T = TypeVar("T")
 MAX_ROWS = 2**24  # as in the run config
 PRESET_HINT = f"PRESET is one of {', '.join(PRESETS)}"
-LIST_HINT = "--help lists the options"
 RUN_HINT = "RUN is a run folder"
 
 
@@ -59,12 +58,6 @@ def first_word(
     print(f"usage: tvq {command} {what} [options]\n\n{hint}\n")
     print(f"`tvq {command} {what} --help` lists the options and their defaults.")
     sys.exit(0)
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return a suggestion in parentheses if one of the names is similar, else an empty string."""
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def find_preset(name: str) -> RunConfig:
@@ -122,6 +115,7 @@ def parse(
 
     from transformer_vq.cli.help import HelpText, option_rules
 
+    arguments = _merged(arguments, option_types(kind))
     box, help_text = io.StringIO(), HelpText()  # tyro draws a box around its messages
     settings: dict[str, Any] = {} if default is None else {"default": default}
     if note:
@@ -141,7 +135,7 @@ def parse(
             # Flush here, where a closed pipe is still handled.
             print(help_text.wrapped(), end="", flush=True)
             raise
-        raise _config_error(stop) or UsageError(_one_line(box.getvalue(), arguments)) from None
+        raise _config_error(stop) or UsageError(tyro_error(box.getvalue(), arguments)) from None
     if fixed := [name for name in map(_field_name, unknown) if name in hidden]:
         named = ", ".join(f"{name} ({_field(default, name)})" for name in fixed)
         raise UsageError(
@@ -149,20 +143,63 @@ def parse(
             "a new run from its weights (--train.init-from)"
         )
     if unknown:
-        raise UsageError(_unexpected(unknown, arguments, option_types(kind)))
+        raise UsageError(unexpected_words(unknown, arguments, option_types(kind)))
     parsed: T = _with_home_folders(options)
     return parsed
 
 
+def _merged(arguments: list[str], options: dict[str, Any]) -> list[str]:
+    """Join the values of options that take any number of them and are given several times.
+
+    tyro would use only the last: --path a --path b -> --path a b. Raises UsageError if a file or
+    another text is missing, for example because a shell variable is empty.
+    """
+    groups: dict[object, list[str]] = {"": []}
+    group = groups[""]
+    for number, argument in enumerate(arguments):
+        if not re.match(r"-+[A-Za-z]", argument):
+            group.append(argument)
+            continue
+        name, is_attached, value = argument.partition("=")
+        name = name.replace("_", "-")
+        if value_type(options.get(name)) is not None:
+            group = groups.setdefault(name, [name])
+            group += [value] if is_attached else []
+        else:
+            group = groups[number] = [argument]
+    for option, words in groups.items():
+        is_text = option in options and value_type(options[str(option)]) in (str, Path)
+        if is_text and len(words) == 1 and not {"-h", "--help"} & set(arguments):
+            raise UsageError(f"{option}: give a value; {LIST_HINT}")
+    return [word for words in groups.values() for word in words]
+
+
+def value_type(hint: Any) -> Any:
+    """Return the type of the values if an option takes any number of them, else None."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return next((x for x in map(value_type, get_args(hint)) if x is not None), None)
+    is_tuple = get_origin(hint) is tuple and get_args(hint)[1:] == (...,)
+    inner = get_args(hint)[0] if is_tuple else None
+    return get_args(inner)[0] if get_origin(inner) is Annotated else inner
+
+
 def _with_home_folders(options: T) -> T:
     """Expand ~ in paths, which shells do not expand in `--out=~/x`."""
-    found: dict[str, Path] = {}
+    found: dict[str, Any] = {}
     for name, value in vars(options).items():
         if isinstance(value, Path):
-            found[name] = Path(os.path.expanduser(value))
-            if str(found[name]).startswith("~"):
-                raise UsageError(f"{value}: home folder not found; give a full path")
+            found[name] = expand_home(value)
+        elif isinstance(value, tuple) and any(isinstance(x, Path) for x in value):
+            found[name] = tuple(map(expand_home, value))
     return replace(options, **found)  # type: ignore[type-var]
+
+
+def expand_home(path: Path) -> Path:
+    """Return a path with ~ expanded; raise UsageError if the home folder is not known."""
+    expanded = Path(os.path.expanduser(path))
+    if str(expanded).startswith("~"):
+        raise UsageError(f"{path}: home folder not found; give a full path")
+    return expanded
 
 
 def _config_error(stop: BaseException) -> UserError | None:
@@ -171,83 +208,6 @@ def _config_error(stop: BaseException) -> UserError | None:
     while error is not None and not isinstance(error, UserError):
         error = error.__context__
     return error
-
-
-def _one_line(box: str, arguments: list[str]) -> str:
-    """Return the message in tyro's box, rewritten in the style of all other messages."""
-    # Remove the frame, which is drawn with Unicode box characters.
-    lines = [line.strip("\u2502\u256d\u256e\u2570\u256f|+ ") for line in box.splitlines()[1:]]
-    lines = [line for line in lines if line.strip("\u2500-")]
-    text = " ".join(line for line in lines if not line.startswith("For full helptext"))
-    if found := re.match(r"Error parsing (--\S+): .*Argument helptext: \1 (.*)", text):
-        return _wrong_type(found[1], found[2], arguments)
-    if found := re.match(r"invalid choice '(.*)' for argument '(\S+)'\. .*\((.*)\)", text):
-        choices = ", ".join(sorted(re.findall(r"'(.*?)'", found[3])))
-        name = found[2] if found[2][0] == "-" else found[2].upper()
-        return f"{name} {_typed([found[1]])}: choose one of {choices}"
-    if found := re.match(r"Missing value for argument '(\S+)'\. Expected (\d+)", text):
-        n = "a value" if found[2] == "1" else f"{found[2]} values"
-        what = f"{found[1]}: give {n}" if found[1][0] == "-" else f"{found[1].upper()} is missing"
-        return f"{what}; {LIST_HINT}"
-    if found := re.match(r"Missing from [^:]*: (\S+) (.*?)\.? \(required\)", text):
-        return f"{found[1]} is missing: {found[2]}; {LIST_HINT}"
-    return f"{text}; {LIST_HINT}"
-
-
-def _wrong_type(option: str, help_text: str, arguments: list[str]) -> str:
-    """Return the message for a value of the wrong type.
-
-    help_text: starts with the types of the values, such as `{None}|INT`.
-    """
-    found = re.match(r"(?:[\[\]{}|. ]|None|INT|FLOAT)*", help_text)
-    types = "" if found is None else found[0]
-    n = types.count("INT") + types.count("FLOAT")
-    article, noun = ("an", "integer") if "INT" in types else ("a", "number")
-    what = f"must be {article} {noun}" if n == 1 else f"must be {noun}s"
-    if n > 1 and "..." not in types:
-        what = f"must be {n} {noun}s"
-    if n == 0:
-        what = "is not a valid value"
-    values = _given(option, arguments)
-    return f"{option} {_typed(values[:1] if n == 1 else values)}: {what}" + (
-        ", or None" if "None" in types else ""
-    )
-
-
-def _given(option: str, arguments: list[str]) -> list[str]:
-    """Return the values after the last use of an option."""
-    values: list[str] = []
-    takes = False
-    for argument in arguments:
-        name, is_attached, value = argument.partition("=")
-        if name.replace("_", "-") == option:
-            values, takes = [value] if is_attached else [], True
-        elif argument.startswith("--"):
-            takes = False
-        elif takes:
-            values.append(argument)
-    return values
-
-
-def _unexpected(unknown: list[str], arguments: list[str], options: dict[str, Any]) -> str:
-    """Return the message for words that are neither options nor their values."""
-    if re.match(r"-+[A-Za-z]", unknown[0]):
-        name = unknown[0].partition("=")[0]
-        return f"{_typed([name])} is not an option{nearest(name, options)}; {LIST_HINT}"
-    words = list(takewhile(lambda word: not word.startswith("--"), unknown))
-    before = ""
-    for argument in arguments:
-        name, is_attached, value = argument.partition("=")
-        if argument == words[0] or (is_attached and value == words[0] and name in options):
-            before = name if is_attached else before
-            break
-        before = argument if argument.startswith("--") else before
-    if before.endswith("path"):  # for example, a pattern that the shell has expanded
-        return f"{before} takes one file or folder, not {len(words) + 1}; put the files in a folder"
-    hint = options.get(before.replace("_", "-").replace("no-", ""))
-    after = f" after {before}" if before else ""
-    after += ", which takes no value" if hint is bool else ""
-    return f"unexpected {_typed(words)}{after}; {LIST_HINT}"
 
 
 def _field_name(option: str) -> str:
@@ -260,11 +220,6 @@ def _field(options: Any, name: str) -> str:
     """Return the value of a field of the run config in the options."""
     section, _, field = name.partition(".")
     return shown(getattr(getattr(options.run, section), field))
-
-
-def _typed(words: list[str]) -> str:
-    """Return words as typed in a shell, long ones shortened."""
-    return shlex.join(word if len(word) <= 80 else f"{word[:60]}..." for word in words[:8])
 
 
 def option_types(kind: Any, section: str = "") -> dict[str, Any]:

@@ -17,10 +17,14 @@ SHELLS = ("bash", "zsh", "fish")
 POSITIONAL = {
     "prepare": ("--dataset",),
     "export": ("--folder",),
-    "plot": ("--path",),
+    "plot": ("--paths",),
+    "runs": ("--folder",),
     "bench compare": ("--runs",),
 }
 """Fields that are not options."""
+WITH_PRESET = ("train", "info", "config")
+NO_FILES = ("", "bench", "train", "prepare")
+"""Commands whose first word is not a file; the empty name is `tvq` itself."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +45,12 @@ def completion_script(shell: str) -> str:
 def option_classes() -> dict[str, Any]:
     """Return the option dataclass of every command, such as "train" or "bench decode"."""
     from transformer_vq.cli.bench import BENCHES
+    from transformer_vq.cli.main import COMMANDS
 
-    names = ("train", "resume", "eval", "sample", "prepare", "export", "info", "plot")
     found = {
-        name: getattr(import_module(f"transformer_vq.cli.{name}"), f"{name.title()}Options")
-        for name in names
+        name: getattr(import_module(module), f"{name.title()}Options")
+        for name, (module, _) in COMMANDS.items()
+        if name != "bench"
     }
     for name in BENCHES:
         module = import_module(f"transformer_vq.cli.bench.{name}")
@@ -67,7 +72,7 @@ def _words_by_command() -> dict[str, Words]:
     fixed = {f"--{name.replace('_', '-')}" for name in FIXED_FIELDS}
     for command, kind in option_classes().items():
         options, choices = [], {}
-        first = tuple(PRESETS) if command in ("train", "info") else ()
+        first = tuple(PRESETS) if command in WITH_PRESET else ()
         for name, hint in option_types(kind).items():
             if command == "resume" and name in fixed:
                 continue
@@ -164,10 +169,20 @@ _tvq() {{
   fi
   if (( CURRENT == place )); then
     compadd -- ${{=first}}
+    case "$command" in
+      {"|".join(name or '""' for name in NO_FILES)}) return ;;
+    esac
   fi
   _files
 }}
-compdef _tvq tvq
+if [[ "${{funcstack[1]}}" == _tvq ]]; then  # loaded from a folder in fpath
+  _tvq "$@"
+else
+  if (( ! ${{+functions[compdef]}} )); then
+    autoload -Uz compinit && compinit
+  fi
+  compdef _tvq tvq
+fi
 """
 
 
@@ -182,11 +197,19 @@ def _fish(words: dict[str, Words]) -> str:
         "  set -l before (commandline -opc)",
         '  test "$before" = (string trim -- "tvq $argv")',
         "end",
+        "function __tvq_top  # there is no command yet",
+        "  set -l before (commandline -opc)",
+        "  not string match -qr -- '^tvq [a-z]' \"$before\"",
+        "end",
     ]
+    for option, values in words[""].choices.items():
+        name = option.removeprefix("--")
+        lines.append(f"complete -c tvq -n __tvq_top -l {name} -x -a '{' '.join(values)}'")
     for command, found in words.items():
         if found.first:
             first = " ".join(found.first)
-            lines.append(f"complete -c tvq -n '__tvq_first {command}' -a '{first}'")
+            no_files = " -f" if command in NO_FILES else ""
+            lines.append(f"complete -c tvq -n '__tvq_first {command}'{no_files} -a '{first}'")
         for option in found.options:
             values = found.choices.get(option, ())
             more = f" -x -a '{' '.join(values)}'" if values else ""

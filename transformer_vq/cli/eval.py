@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -35,8 +35,8 @@ class EvalOptions:
 
     data: DataConfig
     """Data to evaluate on; by default, the data of the run."""
-    split: Literal["train", "validation", "test"] = "test"
-    """Split to evaluate."""
+    split: Literal["train", "validation", "test", "all"] = "test"
+    """Split to evaluate; all: every document of the given files, without splitting them."""
     protocol: Literal["windowed", "streaming", "both", "auto"] = "auto"
     """windowed: a new state every seq-len tokens, as in the paper.
     streaming: one state per document.
@@ -69,7 +69,9 @@ def run(arguments: list[str]) -> None:
     from transformer_vq.training.evaluate import evaluate
 
     folder, config = Path(name), read_config(Path(name))
-    options = parse(EvalOptions, rest, f"eval {name}", EvalOptions(config.data))
+    # Weights apply to the paths of the run only.
+    own = replace(config.data, weights=())
+    options = parse(EvalOptions, rest, f"eval {name}", EvalOptions(own))
     check_can_write("--out", options.out, options.overwrite)
     if options.protocol == "streaming" and options.seq_len is not None:
         raise UsageError("--seq-len does not apply to --protocol streaming")
@@ -80,7 +82,7 @@ def run(arguments: list[str]) -> None:
     with out_of_memory_advice("reduce --batch-size"):
         result = evaluate(
             folder,
-            data=options.data,
+            data=None if options.data == own else options.data,
             split=options.split,
             protocols=PROTOCOLS.get(options.protocol),
             checkpoint=options.checkpoint,
@@ -92,7 +94,7 @@ def run(arguments: list[str]) -> None:
         )
     print(evaluation_table(result))
     out = options.out
-    if out is None and options.data == config.data and options.max_tokens is None:
+    if out is None and options.data == own and options.max_tokens is None:
         out = folder / f"evaluation-{options.split}.json"
     if out is not None:
         write_verified_json(out, result.to_dict())

@@ -8,7 +8,8 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Collection
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, get_origin
 
 import tyro
 from tyro.constructors import (
@@ -18,10 +19,11 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
+from transformer_vq.cli.arguments import value_type
 from transformer_vq.config import RunConfig
+from transformer_vq.config.files import SECTIONS
 
-SECTIONS = ("data", "train", "model", "optim", "parallel")
-"""Sections of a run config; those that change most come first."""
+METAVARS: dict[Any, str] = {str: "STR", int: "INT", float: "FLOAT", Path: "PATH"}
 
 
 class HelpText(io.StringIO):
@@ -66,7 +68,7 @@ def option_rules(hidden: Collection[str] = ()) -> ConstructorRegistry:
             is_nested = False
         if not isinstance(spec, StructConstructorSpec):
             return None
-        found = [_with_help(field) for field in spec.fields]
+        found = [_with_metavar(_with_help(field)) for field in spec.fields]
         if info.type is RunConfig:
             found.sort(key=lambda field: SECTIONS.index(field.name))
         section = _section(info.type)
@@ -85,6 +87,22 @@ def _section(kind: Any) -> str:
 def _hidden(field: StructFieldSpec) -> StructFieldSpec:
     kind: Any = Annotated[field.type, tyro.conf.Suppress]
     return dataclasses.replace(field, type=kind)
+
+
+def _with_metavar(field: StructFieldSpec) -> StructFieldSpec:
+    """Show an option that takes any number of values as `--lengths INT ...`."""
+    hint: Any = field.type
+    inner = value_type(hint)
+    if inner not in METAVARS or get_origin(hint) is not tuple:
+        return field
+    name = "PATH" if field.name.endswith("path") else METAVARS[inner]
+    mark = tyro.conf.arg(metavar=f"{name} ...", help_behavior_hint=_default_text)
+    kind: Any = Annotated[hint, mark]
+    return dataclasses.replace(field, type=kind)
+
+
+def _default_text(default: str) -> str:
+    return f"(default: {default or 'none'})"
 
 
 def _with_help(field: StructFieldSpec) -> StructFieldSpec:

@@ -1,14 +1,13 @@
-"""tvq info: parameters, FLOPs per token, state size and memory of a preset or run."""
+"""tvq info: parameters, FLOPs per token, state size and memory of a preset, file or run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformer_vq.cli.arguments import PRESET_HINT, find_preset, first_word, parse
-from transformer_vq.cli.options import Flat, Json
+from transformer_vq.cli.options import Config, Flat, Json
 from transformer_vq.cli.output import print_json
+from transformer_vq.cli.starting_point import parse_from, starting_point
 from transformer_vq.config import RunConfig
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import short
@@ -19,37 +18,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InfoOptions:
-    """Show the parameters, FLOPs per token, state size and memory of a preset or run.
+    """Show the parameters, FLOPs per token, state size and memory of a preset, config file or run.
 
     Options show the effect of other settings.
     """
 
     run: Flat
+    config: Config = None
     json: Json = False
 
 
 def run(arguments: list[str]) -> None:
-    """Print the sizes of a preset or run."""
-    hint = f"{PRESET_HINT}, or a run folder"
+    """Print the sizes of a preset, config file or run."""
     example = InfoOptions(PRESETS["tiny"])
-    name, rest = first_word(arguments, "info", "PRESET", hint, InfoOptions, example)
-    options = parse(InfoOptions, rest, f"info {name}", InfoOptions(_find_config(name)))
+    start, rest = starting_point(arguments, "info", InfoOptions, example, runs=True)
+    options = parse_from(start, rest, f"info {start.name}", example)
 
     from transformer_vq.training.sizes import sizes
 
     result = sizes(options.run)
-    print(sizes_table(name, options.run, result))
-    print_json({"name": name, **vars(result), "train_bytes": result.train_bytes}, options.json)
-
-
-def _find_config(name: str) -> RunConfig:
-    """Return the config of a run folder or preset."""
-    if not Path(name).is_dir():
-        return find_preset(name)
-
-    from transformer_vq.training.checkpoint import read_config
-
-    return read_config(Path(name))
+    print(sizes_table(start.name, options.run, result))
+    record = {"name": start.name, **vars(result), "train_bytes": result.train_bytes}
+    print_json(record, options.json)
 
 
 def sizes_table(name: str, config: RunConfig, result: Sizes) -> str:

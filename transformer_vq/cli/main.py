@@ -23,21 +23,25 @@ from transformer_vq.cli.output import (
     one_line,
     os_error_message,
 )
+from transformer_vq.config.files import ConfigFileError
 from transformer_vq.errors import TrainingError, UserError, is_out_of_memory
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import IS_SILENT, TerminalReporter, reporting
 
 # Name of the command -> module with its `run` function, one-line summary.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("transformer_vq.cli.train", "train a model from a preset"),
+    "train": ("transformer_vq.cli.train", "train a model from a preset or a config file"),
     "resume": ("transformer_vq.cli.resume", "resume a run from its newest checkpoint"),
     "eval": ("transformer_vq.cli.eval", "evaluate a run: bits per byte, word-level perplexity"),
     "sample": ("transformer_vq.cli.sample", "generate text or images"),
     "prepare": ("transformer_vq.cli.prepare", "tokenize a dataset; download enwik8"),
     "export": ("transformer_vq.cli.export", "export a run to Hugging Face transformers"),
     "info": ("transformer_vq.cli.info", "show parameters, FLOPs, state size and memory"),
+    "config": ("transformer_vq.cli.config", "print a config file to start from"),
+    "runs": ("transformer_vq.cli.runs", "list the runs in a folder"),
+    "report": ("transformer_vq.cli.report", "write an HTML page about a run"),
+    "plot": ("transformer_vq.cli.plot", "plot a run, several runs, or a recorded benchmark"),
     "bench": ("transformer_vq.cli.bench", "measure speed and memory"),
-    "plot": ("transformer_vq.cli.plot", "plot a run or a recorded benchmark"),
 }
 
 
@@ -64,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0)  # the reader has closed the pipe, as `head` does
     except TrainingError as error:
         _fail(str(error), 1)
+    except ConfigFileError as error:
+        _fail(str(error), 2, in_file=True)
     except UserError as error:
         _fail(str(error), 2)
     except OSError as error:
@@ -111,13 +117,14 @@ def _leave(status: int) -> None:
         world.leave(status)
 
 
-def _fail(message: str, status: int) -> NoReturn:
-    """Print an error on one line and exit."""
+def _fail(message: str, status: int, in_file: bool = False) -> NoReturn:
+    """Print an error on one line and exit; an error in a config file names keys, not options."""
     if IS_SILENT:
         # Rank 0 reports errors that all ranks have; meanwhile torchrun terminates this rank.
         time.sleep(3)
         message = f"rank {os.environ['RANK']}: {message}"
-    print(f"tvq: {one_line(as_options(message))}", file=sys.stderr)
+    message = message if in_file else as_options(message)
+    print(f"tvq: {one_line(message)}", file=sys.stderr)
     sys.exit(status)
 
 

@@ -1,36 +1,70 @@
-"""tvq plot: draw the figures of a run or a recorded benchmark."""
+"""tvq plot: draw the figures of a run, of several runs, or of a recorded benchmark."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import tyro
 
 from transformer_vq.cli.arguments import UsageError, parse
 from transformer_vq.cli.options import Overwrite
 
+COMPARISON = Path("comparison.png")
+Paths = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH [PATH ...]")]
+
 
 @dataclass(frozen=True)
 class PlotOptions:
-    """Plot the loss curves and codebook health of a run, or the figure of a recorded benchmark."""
+    """Plot the loss curves and codebook health of a run, or the figure of a recorded benchmark.
 
-    path: tyro.conf.Positional[Path]
-    """Run folder, or a JSON file written by `tvq bench`."""
+    Several runs are compared in one figure.
+    """
+
+    paths: Paths
+    """Run folder, or a JSON file written by `tvq bench`; or several run folders."""
     out: Path | None = None
-    """PNG file to write. None writes it next to the data and replaces an older figure."""
+    """PNG file to write. None writes it next to the data and replaces an older figure; for several
+    runs, None writes comparison.png."""
+    x: Literal["step", "tokens", "time"] = "step"
+    """Several runs: what the loss is plotted against."""
     overwrite: Overwrite = False
 
 
 def run(arguments: list[str]) -> None:
     """Write figures and print their paths."""
     options = parse(PlotOptions, arguments, "plot")
+    if not options.paths:
+        raise UsageError(
+            "PATH is missing: give a run folder, several, or a JSON file of a benchmark"
+        )
     if options.out is not None and options.out.suffix.lower() != ".png":
         raise UsageError(f"--out {options.out}: figures are PNG files; use a name ending in .png")
+    is_comparison = len(options.paths) > 1
+    if options.x != "step" and not is_comparison:
+        raise UsageError(f"--x {options.x}: is for several runs; give more than one PATH")
+    out = COMPARISON if is_comparison and options.out is None else options.out
 
-    from transformer_vq.bench.plots import plot_path
     from transformer_vq.files import check_can_write
 
-    check_can_write("--out", options.out, options.overwrite)
-    for path in plot_path(options.path, options.out):
+    check_can_write("--out", out, options.overwrite)
+    if is_comparison:
+        assert out is not None
+        _compare(options, out)
+        return
+
+    from transformer_vq.bench.plots import plot_path
+
+    for path in plot_path(options.paths[0], out):
         print(path)
+
+
+def _compare(options: PlotOptions, out: Path) -> None:
+    from transformer_vq.training.plots import compare_runs
+
+    for path in options.paths:
+        if not path.is_dir():
+            raise UsageError(f"{path} is not a run folder; only runs can be compared")
+    compare_runs(options.paths, out, options.x)
+    print(out)

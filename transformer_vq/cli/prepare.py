@@ -5,48 +5,71 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import tyro
 
-from transformer_vq.cli.arguments import MAX_ROWS, UsageError, as_options, check_range, parse
+from transformer_vq.cli.arguments import (
+    MAX_ROWS,
+    UsageError,
+    as_options,
+    check_range,
+    first_word,
+    nearest,
+    parse,
+)
 from transformer_vq.cli.options import Json
 from transformer_vq.cli.output import print_json
 from transformer_vq.config import DataConfig, Dataset
+from transformer_vq.config.data import LEARNED
 from transformer_vq.errors import UserError
 
 if TYPE_CHECKING:
     from transformer_vq.data.corpus import Corpus
 
 
+DATASETS: tuple[str, ...] = get_args(Dataset)
+
+
 @dataclass(frozen=True)
 class PrepareOptions:
     """Tokenize a dataset into a corpus; `tvq train` also does this when needed.
 
-    enwik8 is downloaded if no path is given; nothing else is ever downloaded.
+    enwik8 is downloaded if no path is given; nothing else is ever downloaded. An interrupted
+    preparation is resumed by the same command.
     """
 
-    dataset: tyro.conf.Positional[Dataset] = "text"
-    """Format of the data."""
-    path: str | None = None
-    """File or folder with the data."""
-    tokenizer: str | None = None
-    """SentencePiece .model for books; if omitted, a vocabulary is learned from the data."""
+    data: Annotated[DataConfig, tyro.conf.arg(name="")]
     vocab_size: int | None = None
-    """Size of the vocabulary learned for books; None uses 32,000."""
-    cache: str | None = None
-    """Folder for prepared corpora and downloads. None uses $XDG_CACHE_HOME/transformer_vq, by
-    default ~/.cache/transformer_vq."""
+    """Size of a vocabulary that is learned; None uses 8,192 for bpe and 32,000 for sentencepiece.
+    """
     json: Json = False
 
 
 def run(arguments: list[str]) -> None:
     """Prepare a corpus; print its splits and their sizes."""
-    options = parse(PrepareOptions, arguments, "prepare")
-    check_range("--vocab-size", options.vocab_size, 1, MAX_ROWS)
-    if options.vocab_size is not None and options.dataset != "pg19":
-        raise UsageError(f"--vocab-size: {options.dataset} has its own tokens; leave it out")
+    hint = f"DATASET is one of {', '.join(DATASETS)}"
+    hidden = ("data.dataset",)
+    example = PrepareOptions(DataConfig())
+    if arguments and not arguments[0].startswith("-"):
+        name, rest = arguments[0], arguments[1:]
+    elif {"-h", "--help"} & set(arguments):
+        name, rest = first_word(
+            arguments, "prepare", "DATASET", hint, PrepareOptions, example, hidden
+        )
+    else:
+        name, rest = "text", arguments
+    if name not in DATASETS:
+        raise UsageError(f"unknown dataset {name!r}{nearest(name, DATASETS)}; {hint}")
+    default = PrepareOptions(DataConfig(dataset=cast(Dataset, name)))
     try:
+        options = parse(PrepareOptions, rest, f"prepare {name}", default, hidden=hidden)
+        check_range("--vocab-size", options.vocab_size, 1, MAX_ROWS)
+        if options.vocab_size is not None and options.data.tokenizer_name not in LEARNED:
+            raise UsageError(
+                "--vocab-size is for a vocabulary that is learned; use --tokenizer bpe, or leave "
+                "it out"
+            )
         corpus = _prepare(options)
     except UserError as error:
         # Library messages name options of `tvq train`, which have a section.
@@ -57,13 +80,11 @@ def run(arguments: list[str]) -> None:
 
 
 def _prepare(options: PrepareOptions) -> Corpus:
-    path = () if options.path is None else (options.path,)
-    data = DataConfig(options.dataset, path, tokenizer=options.tokenizer, cache=options.cache)
-
     from transformer_vq.data.corpus import prepare
     from transformer_vq.data.sources.enwik8 import download
 
-    if options.dataset == "enwik8" and options.path is None:
+    data = options.data
+    if data.dataset == "enwik8" and not data.path:
         cache = os.path.expanduser(data.cache_folder)
         if cache.startswith("~"):
             raise UsageError(f"--cache {cache}: home folder not found; give a full path")

@@ -19,11 +19,20 @@ FIXED_FIELDS = config_fields() - FREE_FIELDS
 class ResumeOptions:
     """Resume a run from its newest checkpoint, bit for bit as if it had not been interrupted.
 
-    Only settings that do not affect the result may change. Another device or process mesh,
-    train.compile, train.reduction and train.checkpoint-activations may change the rounding.
+    Settings of two kinds may change. These change the training from here on, and are recorded in
+    RUN/history.jsonl: optim.lr, optim.lr-final-share, optim.decay-share, optim.weight-decay,
+    optim.grad-clip, train.steps, train.accumulate and train.precision. All others do not affect the
+    result, except that another device or process mesh, train.compile, train.reduction and
+    train.checkpoint-activations may change the rounding.
+
+    More --train.steps extend a run, also a finished one. With optim.schedule wsd it resumes from
+    the start of its decay, and equals a run with that many steps from the beginning.
     """
 
     run: Flat
+    allow_schedule_change: bool = False
+    """Continue from the newest checkpoint if --train.steps changes, although the new schedule had
+    other learning rates in past steps. A cosine can be stretched in this way only."""
     json: Json = False
 
 
@@ -42,4 +51,7 @@ def run(arguments: list[str]) -> int:
     options = parse(ResumeOptions, rest, f"resume {name}", default, hidden=FIXED_FIELDS)
     keep_freed_memory()
     with out_of_memory_advice("use --train.checkpoint-activations"):
-        return print_training_result(resume(Path(name), options.run), options.json)
+        result = resume(
+            Path(name), options.run, allow_schedule_change=options.allow_schedule_change
+        )
+        return print_training_result(result, options.json)

@@ -20,14 +20,19 @@ from transformer_vq.cli.arguments import (
 )
 from transformer_vq.cli.options import Checkpoint, Device, Json, Overwrite
 from transformer_vq.cli.output import out_of_memory_advice, print_json
+from transformer_vq.config import Precision
 
 if TYPE_CHECKING:
     from transformer_vq.data.tokenizers import Tokenizer
     from transformer_vq.generation.sampling import Sampling
+    from transformer_vq.generation.text import GeneratedText
     from transformer_vq.nn.model import TransformerVQ
 
 # Options that apply to only one kind of run.
-TEXT_ONLY = ("prompt", "prompt_file", "tokens", "stop", "save_state", "load_state")
+TEXT_ONLY = (
+    *("prompt", "prompt_file", "tokens", "stop", "stop_at_end"),
+    *("save_state", "load_state"),
+)
 IMAGES_ONLY = ("images", "keep", "out")
 
 
@@ -41,7 +46,7 @@ class SampleOptions:
     """File with the text to continue; - reads standard input. It may have any length: memory use is
     constant."""
     tokens: int = 500
-    """Number of tokens to generate."""
+    """Maximum number of tokens to generate."""
     temperature: float = 1.0
     """Softmax temperature; below 1 favors likely tokens, 0 always chooses the most likely one."""
     top_p: float = 0.95
@@ -54,6 +59,8 @@ class SampleOptions:
     """Number of samples."""
     stop: tuple[str, ...] = ()
     """End a sample where one of these strings occurs."""
+    stop_at_end: bool = True
+    """End a sample where the model ends the document."""
     save_state: Path | None = None
     """Save the state after the prompt to this file."""
     load_state: Path | None = None
@@ -68,6 +75,8 @@ class SampleOptions:
     checkpoint: Checkpoint = "best"
     compile: bool = False
     """Compile the decoder: takes about 30 seconds and needs a C++ compiler; then faster."""
+    precision: Precision = "fp32"
+    """fp32, or bf16 for matrix products."""
     device: Device = "auto"
     json: Json = False
 
@@ -85,7 +94,7 @@ def run(arguments: list[str]) -> None:
     if options.prompt is not None and options.prompt_file is not None:
         raise UsageError("give --prompt or --prompt-file, not both")
 
-    from transformer_vq.device import find_device, keep_freed_memory
+    from transformer_vq.device import find_device, keep_freed_memory, matmul_precision
     from transformer_vq.files import check_can_write
     from transformer_vq.generation.sampling import Sampling
     from transformer_vq.training.checkpoint import load_model, read_config, read_tokenizer
@@ -99,16 +108,21 @@ def run(arguments: list[str]) -> None:
     given = {name: getattr(options, name) for name in unused}
     check_unused(kind, given, vars(SampleOptions()))
     keep_freed_memory()
-    with out_of_memory_advice("reduce --batch"):
+    device = find_device(options.device)
+    with (
+        out_of_memory_advice("reduce --batch"),
+        matmul_precision(device, options.precision),
+    ):
         model, _ = load_model(folder, options.checkpoint)
-        model.to(find_device(options.device))
+        model.to(device)
         tokenizer = read_tokenizer(folder)
         if has_images:
             out = _sample_images(options, folder, model, tokenizer.bos, sampling)
             print_json({"run": str(folder), "image": str(out)}, options.json)
         else:
-            texts = _sample_text(options, model, tokenizer, sampling)
-            print_json({"run": str(folder), "texts": texts}, options.json)
+            samples = _sample_text(options, model, tokenizer, sampling)
+            texts, ended = [x.text for x in samples], [x.ended for x in samples]
+            print_json({"run": str(folder), "texts": texts, "ended": ended}, options.json)
 
 
 def _sample_images(
@@ -135,7 +149,7 @@ def _sample_images(
 
 def _sample_text(
     options: SampleOptions, model: TransformerVQ, tokenizer: Tokenizer, sampling: Sampling
-) -> list[str]:
+) -> list[GeneratedText]:
     """Prefill the prompt and generate; a single sample is printed while it is decoded."""
     from transformer_vq.generation.snapshot import load_context, save_context
     from transformer_vq.generation.text import prefill_text, sample_text
@@ -157,7 +171,7 @@ def _sample_text(
 
     if options.prompt:
         write(options.prompt)
-    texts = sample_text(
+    samples = sample_text(
         model,
         tokenizer,
         context.repeat(options.batch),
@@ -165,15 +179,16 @@ def _sample_text(
         sampling,
         seed=options.seed,
         stop=options.stop,
+        stop_at_end=options.stop_at_end,
         compiled=options.compile,
         write=write,
     )
     if is_single:
         print()
     else:
-        for number, text in enumerate(texts, start=1):
-            print(f"--- {number} ---\n{options.prompt or ''}{text}")
-    return texts
+        for number, sample in enumerate(samples, start=1):
+            print(f"--- {number} ---\n{options.prompt or ''}{sample.text}")
+    return samples
 
 
 def _read_prompt(path: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from transformer_vq.config.checks import Range, check_fields, shown
 from transformer_vq.errors import UserError
@@ -15,7 +15,8 @@ Fraction = Annotated[float, Range(0, 1)]
 BelowHalf = Annotated[float, Range(0, 0.5, below=True)]
 Weight = Annotated[float, Range(0, 1e6, above=True)]
 
-LEARNED = ("bpe", "sentencepiece")
+LearnedTokenizer = Literal["bpe", "sentencepiece"]
+LEARNED: tuple[str, ...] = get_args(LearnedTokenizer)
 """Tokenizers that are learned from the training data."""
 PATHS = ("path", "validation_path", "test_path")
 

@@ -20,17 +20,30 @@ Count = Annotated[int, Range(1, 2**40)]
 Processes = Annotated[int, Range(1, 2**20)]
 Positive = Annotated[float, Range(1e-30, 1e30)]
 
-# Fields that may change when a run is resumed. The device, `compile`, `reduction`,
-# `checkpoint_activations` and the mesh affect rounding only; the other fields do not affect the
-# training at all.
-FREE_FIELDS = {
-    *("data.path", "data.validation_path", "data.test_path", "data.cache"),
-    *("train.device", "train.compile"),
-    *("train.reduction", "train.checkpoint_activations"),
-    *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
-    *("train.keep", "train.tensorboard", "train.wandb"),
-    *("parallel.dp", "parallel.fsdp", "parallel.cp", "parallel.tp"),
-}
+# Fields that may change when a run is resumed without affecting its result: the data may move, and
+# logs, validations and checkpoints do not affect the training. The device, `compile`, `reduction`,
+# `checkpoint_activations` and the mesh affect rounding only.
+NEUTRAL_FIELDS = frozenset(
+    {
+        *("data.path", "data.validation_path", "data.test_path", "data.cache"),
+        *("train.device", "train.compile"),
+        *("train.reduction", "train.checkpoint_activations"),
+        *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
+        *("train.keep", "train.tensorboard", "train.wandb"),
+        *("parallel.dp", "parallel.fsdp", "parallel.cp", "parallel.tp"),
+    }
+)
+# Fields that may change when a run is resumed and change the training from that step on. RUN/
+# history.jsonl records them. `accumulate` also changes which dropout masks are drawn.
+RECORDED_FIELDS = frozenset(
+    {
+        *("optim.lr", "optim.lr_final_share", "optim.decay_share"),
+        *("optim.weight_decay", "optim.grad_clip"),
+        *("train.steps", "train.accumulate", "train.precision"),
+    }
+)
+FREE_FIELDS = NEUTRAL_FIELDS | RECORDED_FIELDS
+"""All fields that may change when a run is resumed."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,7 @@ class OptimConfig:
     """After the warm-up: cosine decay until the last step, or wsd: stable, then decay at the end,
     so that the run can be extended."""
     decay_share: Fraction = 0.2
-    """Share of all steps in which wsd decays the learning rate."""
+    """Share of all steps, at the end, in which wsd decays the learning rate."""
     lr_final_share: Fraction = 0.1
     """Final learning rate as a fraction of the peak."""
     weight_decay: BelowOne = 0.0
@@ -71,6 +84,20 @@ class OptimConfig:
                     f"optim.{name}={shown(getattr(self, name))}: optim.optimizer={self.optimizer} "
                     "does not use it; leave it out"
                 )
+        if self.schedule != "wsd" and self.decay_share != OptimConfig.decay_share:
+            raise UserError(
+                f"optim.decay_share={shown(self.decay_share)}: optim.schedule={self.schedule} does "
+                "not use it; leave it out, or use --optim.schedule wsd"
+            )
+
+    def decay_start(self, n_steps: int) -> int:
+        """Return the number of steps before the learning rate starts to decay.
+
+        n_steps: total number of steps; with wsd, at least the last one belongs to the decay.
+        """
+        if self.schedule == "cosine":
+            return self.warmup
+        return n_steps - max(round(self.decay_share * n_steps), 1)
 
 
 @dataclass(frozen=True)
@@ -103,7 +130,7 @@ class TrainConfig:
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Random seed for initial weights, data order and dropout."""
     init_from: str | None = None
-    """Initialize weights and codebooks from this run or model file."""
+    """Fine-tune: initialize weights and codebooks from this run, model file or exported folder."""
     log_every: Count = 1
     """Steps between two rows in metrics.jsonl."""
     eval_every: Count = 1000
@@ -113,7 +140,7 @@ class TrainConfig:
     save_every: Count = 1000
     """Steps between checkpoints; the last step is always saved."""
     keep: Count = 2
-    """Number of newest checkpoints to keep."""
+    """Number of newest checkpoints to keep; wsd also keeps the one before its decay."""
     tensorboard: bool = False
     """Also write TensorBoard event files to RUN/tensorboard."""
     wandb: str | None = None
@@ -193,6 +220,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        start = self.optim.decay_start(self.train.steps)
+        if self.optim.warmup > start:
+            raise UserError(
+                f"optim.warmup={self.optim.warmup}: the decay of optim.schedule=wsd starts at step "
+                f"{start} of {self.train.steps}; use a shorter --optim.warmup, a smaller "
+                "--optim.decay-share or more --train.steps"
+            )
 
     @classmethod
     def from_dict(cls, values: object) -> RunConfig:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,20 @@ from transformer_vq.data.corpus_writer import (
     write_corpus,
 )
 from transformer_vq.data.sources.base import SPLITS, DataError, Source
-from transformer_vq.data.sources.paths import error_reason
-from transformer_vq.data.sources.selection import expand_user, source_from_config
-from transformer_vq.data.temporary import locked, locked_atomic_folder, move_aside
-from transformer_vq.data.tokenizers import MODEL_FILE, Tokenizer, load_tokenizer
+from transformer_vq.data.sources.paths import error_reason, expand_user
+from transformer_vq.data.sources.selection import source_from_config
+from transformer_vq.data.sources.stdin import store_stdin
+from transformer_vq.data.temporary import (
+    locked,
+    locked_atomic_folder,
+    move_aside,
+    work_folder,
+)
+from transformer_vq.data.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from transformer_vq.data.verification import verify
 from transformer_vq.files import CorruptFileError, read_verified_json
 from transformer_vq.progress import Reporter, reporting, warn
 
-DEFAULT_VOCAB_SIZE = 32_000  # of a vocabulary that must be learned
 # Bytes without and with an end-of-document token: the defaults of the presets. They do not count as
 # chosen by the user, so any tokenizer replaces them.
 BYTE_VOCAB_SIZES = (256, 257)
@@ -61,6 +66,8 @@ class Split:
     bos: int
     """The input token for the first target of a document."""
     size: SplitSize
+    parts: tuple[int, ...] = ()
+    """Number of tokens of each part that has its own sampling weight, in order; empty for one."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -86,6 +93,10 @@ class Corpus:
     """The size of each split by name."""
     tokenizer_sha256: str | None = None
     """SHA-256 of the vocabulary file; None if tokens are bytes."""
+    end_of_document: bool = False
+    """Whether a token follows each document."""
+    parts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The number of tokens of each part of a split."""
 
     @classmethod
     def open(cls, folder: Path) -> Corpus:
@@ -104,7 +115,11 @@ class Corpus:
         Raises DataError for other names, and if files were changed after the corpus was opened.
         """
         if name not in self.sizes:
-            raise DataError(f"unknown split {name!r}; choose one of {', '.join(SPLITS)}")
+            if name in SPLITS:
+                raise DataError(
+                    f"there is no {name} split; set --data.{name}-share or --data.{name}-path"
+                )
+            raise DataError(f"unknown split {name!r}; choose one of {', '.join(self.sizes)}")
         try:
             return _read_split(self, name)
         except CorruptFileError as error:
@@ -112,7 +127,7 @@ class Corpus:
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the corpus, which converts text to tokens and back."""
-        return load_tokenizer(self.folder, self.tokenizer_sha256)
+        return load_tokenizer(self.folder, self.tokenizer_sha256, self.end_of_document)
 
 
 def prepare(
@@ -125,15 +140,17 @@ def prepare(
 
     config: the dataset, its path, an optional vocabulary file, and the cache folder.
     vocab_size: the vocabulary size of the model, which the data must match. It is also the size of
-        a vocabulary that must be learned. None accepts any size and learns 32,000 pieces.
+        a vocabulary that must be learned. None accepts any size.
     reporter: receives progress and warnings; None keeps the current reporter.
 
     Raises DataError, with a message of one line, if the data is missing, unreadable, empty or does
     not match `vocab_size`, or if the cache cannot be written.
     """
     with reporting(reporter):
+        cache = expand_user(config.cache_folder, "--data.cache")
+        config = store_stdin(config, cache)
         wanted = None if vocab_size in BYTE_VOCAB_SIZES else vocab_size
-        source = source_from_config(config, wanted or DEFAULT_VOCAB_SIZE)
+        source = source_from_config(config, wanted)
         if vocab_size not in (None, *BYTE_VOCAB_SIZES, source.vocab_size):
             raise DataError(
                 f"{config.dataset} has a vocabulary of {source.vocab_size:,} tokens, but the model "
@@ -141,10 +158,10 @@ def prepare(
             )
         fingerprint = source.fingerprint()
         digest = source_digest(source, config.dataset, fingerprint)
-        folder = expand_user(config.cache_folder, "--data.cache") / f"{config.dataset}-{digest}"
+        folder = cache / f"{config.dataset}-{digest}"
         corpus = _open_existing(folder, digest)
         if corpus is None:
-            _create(source, fingerprint, config.dataset, folder)
+            _create(source, fingerprint, config, folder)
             corpus = Corpus.open(folder)
         return corpus
 
@@ -176,15 +193,18 @@ def _open_existing(folder: Path, digest: str) -> Corpus | None:
     return None
 
 
-def _create(source: Source, fingerprint: list[object], dataset: str, folder: Path) -> None:
+def _create(source: Source, fingerprint: list[object], config: DataConfig, folder: Path) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with locked_atomic_folder(folder) as partial:
-            source.setup(partial)
-            write_corpus(source, dataset, partial)
+        with work_folder(folder) as work, locked_atomic_folder(folder) as partial:
+            if os.path.lexists(folder):
+                return  # another process has created it in the meantime
+            source.setup(partial, work)
+            write_corpus(source, config.dataset, partial, config.ends_documents)
             if source.fingerprint() != fingerprint:
                 raise DataError(
-                    f"the files of {dataset} changed while they were read; run the command again"
+                    f"the files of {config.dataset} changed while they were read; run the command "
+                    "again"
                 )
     except OSError as error:
         if not os.path.lexists(folder):  # otherwise another process has created it
@@ -215,15 +235,29 @@ def _read(folder: Path, digest: str | None = None) -> Corpus:
 
 
 def _from_meta(folder: Path, meta: dict[str, Any]) -> Corpus:
-    sizes = {name: SplitSize(**meta["splits"][name]) for name in SPLITS}
+    sizes = {name: SplitSize(**meta["splits"][name]) for name in SPLITS if name in meta["splits"]}
+    parts = {name: tuple(map(int, meta["tokens_by_part"][name])) for name in sizes}
     vocab_size, bos, files = meta["vocab_size"], meta["bos"], meta["files"]
     for name, size in sizes.items():
         n_bytes = size.tokens * np.dtype(token_dtype(vocab_size)).itemsize
         is_consistent = files[f"{name}.bin"]["size"] == n_bytes and f"{name}.starts.npy" in files
+        is_consistent &= sum(parts[name]) == size.tokens and min(parts[name]) >= 0
         if not (is_consistent and 0 < size.documents <= size.tokens and 0 <= bos < vocab_size):
             raise ValueError(f"the sizes of {name} are inconsistent")
-    tokenizer = files[MODEL_FILE]["sha256"] if MODEL_FILE in files else None
-    return Corpus(folder, meta["dataset"], vocab_size, bos, meta["tokens_sha256"], sizes, tokenizer)
+    if not sizes or not isinstance(meta["end_of_document"], bool):
+        raise ValueError("there are no splits")
+    tokenizer = next((files[name]["sha256"] for name in TOKENIZER_FILES if name in files), None)
+    return Corpus(
+        folder,
+        meta["dataset"],
+        vocab_size,
+        bos,
+        meta["tokens_sha256"],
+        sizes,
+        tokenizer,
+        meta["end_of_document"],
+        parts,
+    )
 
 
 def _read_split(corpus: Corpus, name: str) -> Split:
@@ -242,7 +276,7 @@ def _read_split(corpus: Corpus, name: str) -> Split:
         raise CorruptFileError(f"{path.name} does not match {name}.bin")
     if not (starts[1:] > starts[:-1]).all():
         raise CorruptFileError(f"{path.name} is not in ascending order")
-    return Split(tokens, starts, corpus.bos, size)
+    return Split(tokens, starts, corpus.bos, size, corpus.parts[name])
 
 
 def _unusable(folder: Path, error: CorruptFileError) -> DataError:

@@ -1,8 +1,8 @@
 """The files of a prepared corpus, written from a data source in one pass.
 
 A corpus is a folder with `meta.json` and two files per split: `<split>.bin` with the tokens, and
-`<split>.starts.npy` with the index of the first token of each document. A learned vocabulary is
-stored as `tokenizer.model`. `meta.json` records the size and SHA-256 of every other file.
+`<split>.starts.npy` with the index of the first token of each document. A vocabulary is stored as
+`tokenizer.model` or `tokenizer.json`. `meta.json` records the size and SHA-256 of every other file.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer_vq.data.sources.base import SPLITS, DataError, Source
+from transformer_vq.data.sources.base import DataError, Source
 from transformer_vq.data.verification import RecordedFile, mark_verified, record_of
 from transformer_vq.files import write_verified_json
 from transformer_vq.progress import progress_bar
 
 META = "meta.json"
-FORMAT = 3  # increased whenever the same data would give different files
+FORMAT = 4  # increased whenever the same data would give different files
 
 
 def source_digest(source: Source, dataset: str, fingerprint: list[object]) -> str:
@@ -35,13 +35,16 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
-def write_corpus(source: Source, dataset: str, folder: Path) -> None:
-    """Write all files of a corpus; `folder` may already contain files of `source.setup`."""
-    splits, files = {}, {}
+def write_corpus(source: Source, dataset: str, folder: Path, end_of_document: bool = False) -> None:
+    """Write all files of a corpus; `folder` may already contain files of `source.setup`.
+
+    end_of_document: whether a token follows each document.
+    """
+    splits, files, tokens_by_part = {}, {}, {}
     digest, dtype = hashlib.sha256(), token_dtype(source.vocab_size)
-    with progress_bar(f"preparing {dataset}", source.n_bytes, "B") as advance:
-        for name in SPLITS:
-            starts, n_tokens, n_bytes, n_words = [], 0, 0, 0
+    with progress_bar(f"writing {dataset}", source.n_bytes, "B") as advance:
+        for name in source.splits:
+            starts, parts, n_tokens, n_bytes, n_words = [], [0], 0, 0, 0
             with RecordedFile(folder / f"{name}.bin") as file:
                 for chunk in source.chunks(name):
                     if chunk.starts_document:
@@ -50,6 +53,8 @@ def write_corpus(source: Source, dataset: str, folder: Path) -> None:
                     file.write(data)
                     digest.update(data)
                     n_tokens += len(chunk.tokens)
+                    parts += [0] * (chunk.part + 1 - len(parts))
+                    parts[chunk.part] += len(chunk.tokens)
                     n_bytes += chunk.n_bytes
                     n_words += chunk.n_words
                     advance(chunk.n_bytes)
@@ -57,8 +62,9 @@ def write_corpus(source: Source, dataset: str, folder: Path) -> None:
             if n_tokens == 0:
                 raise DataError(
                     f"the {name} split of {dataset} would be empty: {source.n_bytes:,} bytes are "
-                    "too few for train, validation and test; use more data"
+                    f"too few for {', '.join(source.splits)}; use more data"
                 )
+            digest.update(np.array(parts, dtype=np.int64).tobytes())
             digest.update(np.array(starts, dtype=np.int64).tobytes())
             with RecordedFile(folder / f"{name}.starts.npy") as file:
                 np.save(file, np.array(starts, dtype=np.int64))
@@ -69,6 +75,7 @@ def write_corpus(source: Source, dataset: str, folder: Path) -> None:
                 "bytes": n_bytes,
                 "words": n_words if source.has_words else None,
             }
+            tokens_by_part[name] = parts
     for path in sorted(folder.iterdir()):  # the files of `setup`
         if path.name not in files:
             files[path.name] = record_of(path)
@@ -80,6 +87,8 @@ def write_corpus(source: Source, dataset: str, folder: Path) -> None:
         "bos": source.bos,
         "tokens_sha256": digest.hexdigest(),
         "splits": splits,
+        "tokens_by_part": tokens_by_part,
+        "end_of_document": end_of_document,
         "files": files,
     }
     write_verified_json(folder / META, meta)

@@ -1,6 +1,7 @@
-"""Training of a SentencePiece vocabulary from text by byte pair encoding.
+"""Training of vocabularies from text by byte pair encoding.
 
-The vocabulary is lossless: text without a matching piece is encoded as bytes.
+The vocabularies are lossless: text without a matching token is encoded as bytes. The libraries
+ignore Ctrl-C, so they run in a subprocess.
 """
 
 from __future__ import annotations
@@ -12,16 +13,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from transformer_vq.data import bpe_trainer
+from transformer_vq.data.hf_tokenizer import HFTokenizer, import_tokenizers
+from transformer_vq.data.sentencepiece_tokenizer import import_sentencepiece
 from transformer_vq.data.sources.base import DataError
-from transformer_vq.data.tokenizers import import_sentencepiece
+from transformer_vq.data.tokenizer_files import JSON_FILE, MODEL_FILE, utf8
 from transformer_vq.files import PARTIAL
 from transformer_vq.progress import progress_bar
 
 MAX_CHARS = 1_000_000_000  # characters to train on, as many as the paper's authors used
+MAX_BPE_CHARS = 250_000_000  # bounds the memory, also for languages without spaces
 LEARNED_BOS = 1
 
 _N_SYMBOLS = 2 + 1 + 256  # unk and bos, the line end, the bytes
@@ -43,6 +49,102 @@ _OPTIONS: dict[str, Any] = {
     "num_threads": 16,  # recorded in the model file, so it must not depend on the machine
 }
 _TRAINER = "sentencepiece.SentencePieceTrainer.train(**json.loads(sys.argv[1]))"
+_BPE_COMMAND = ("-m", bpe_trainer.__name__)
+_CHUNK_CHARS = 1 << 16  # the library buffers hundreds of texts
+
+
+def learn_tokenizer(
+    name: Literal["bpe", "sentencepiece"],
+    texts: Iterable[str],
+    vocab_size: int,
+    folder: Path,
+    n_chars: int = 0,
+) -> None:
+    """Learn a vocabulary from texts and write it to a folder, for `load_tokenizer`.
+
+    n_chars: an upper bound for the total length of the texts, for progress and sampling.
+    """
+    if name == "bpe":
+        train_bpe(texts, vocab_size, folder, n_chars)
+    else:
+        train_sentencepiece(texts, vocab_size, folder / MODEL_FILE, n_chars)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, folder: Path, n_chars: int = 0) -> None:
+    """Train a byte-level BPE vocabulary; the same texts always give the same file.
+
+    Token 0 is <|endoftext|>. Above MAX_BPE_CHARS, an even sample of the lines is used.
+    """
+    import_tokenizers()
+    if vocab_size < bpe_trainer.N_SYMBOLS:
+        raise _error(
+            vocab_size, f"set --model.vocab-size to at least {bpe_trainer.N_SYMBOLS}", "tokens"
+        )
+    share = min(1.0, MAX_BPE_CHARS / max(n_chars, 1))
+    with tempfile.TemporaryDirectory(PARTIAL, ".vocabulary-", folder) as partial:
+        _run_bpe_trainer(texts, vocab_size, partial, n_chars, share)
+        learned = HFTokenizer(Path(partial, JSON_FILE))
+        if learned.vocab_size == bpe_trainer.N_SYMBOLS < vocab_size:
+            raise _error(vocab_size, "the texts are empty; give another --data.path", "tokens")
+        if learned.vocab_size < vocab_size:
+            raise _error(
+                vocab_size,
+                f"there is too little text; set --model.vocab-size to at most {learned.vocab_size}",
+                "tokens",
+            )
+        learned.save(folder)
+
+
+def _run_bpe_trainer(
+    texts: Iterable[str], vocab_size: int, folder: str, n_chars: int, share: float
+) -> None:
+    """Send the texts to a subprocess, which writes a tokenizer.json in this folder."""
+    command = [sys.executable, *_BPE_COMMAND, str(vocab_size), JSON_FILE]
+    # The working directory differs, so relative entries of sys.path would not work.
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+    with (
+        open(f"{folder}/log", "w+", errors="replace") as log,
+        progress_bar("learning the vocabulary", n_chars or None, "characters") as advance,
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": paths},
+            stdin=subprocess.PIPE,
+            stderr=log,
+        ) as child,
+    ):
+        assert child.stdin is not None
+        try:
+            with suppress(BrokenPipeError):  # reported below, with the reason in the log
+                for text in texts:
+                    sample = text if share == 1 else "".join(_sample_lines(text, share))
+                    for chunk in _chunks(sample):
+                        child.stdin.write(bpe_trainer.frame(utf8(chunk)))
+                    advance(len(text))
+                child.stdin.close()
+            advance(0, note="merging")
+            child.wait()
+        finally:
+            child.kill()
+            child.wait()
+        log.seek(0)
+        lines = log.read().split("\n")
+    if child.returncode != 0:
+        reason = next((line for line in reversed(lines) if line.strip()), "no reason was given")
+        if child.returncode < 0:
+            reason = f"signal {-child.returncode} ended the subprocess; it may be out of memory"
+        raise _error(vocab_size, reason, "tokens")
+
+
+def _chunks(text: str) -> Iterator[str]:
+    """Cut a text into parts of limited length, at line ends if possible."""
+    start = 0
+    while start < len(text):
+        stop = start + _CHUNK_CHARS
+        if stop < len(text):
+            stop = text.rfind("\n", start, stop) + 1 or stop
+        yield text[start:stop]
+        start = stop
 
 
 def train_sentencepiece(
@@ -51,7 +153,7 @@ def train_sentencepiece(
     """Train a vocabulary and write it to `model_path`; the same texts always give the same file.
 
     n_chars: an upper bound for the total length of the texts. Above MAX_CHARS, an even sample of
-    the lines is used. SentencePiece ignores Ctrl-C, so it runs in a subprocess.
+    the lines is used.
     """
     import_sentencepiece()
     share = min(1.0, MAX_CHARS / max(n_chars, 1))
@@ -114,4 +216,8 @@ def _training_error(last_line: str, code: int, vocab_size: int) -> DataError:
         reason = "the texts are empty; give another --data.path"
     elif code < 0:
         reason = f"signal {-code} ended SentencePiece; it may be out of memory"
-    return DataError(f"cannot learn a vocabulary of {vocab_size:,} pieces: {reason}")
+    return _error(vocab_size, reason, "pieces")
+
+
+def _error(vocab_size: int, reason: str, unit: str) -> DataError:
+    return DataError(f"cannot learn a vocabulary of {vocab_size:,} {unit}: {reason}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from transformer_vq.data.tokenizers import Tokenizer
 from transformer_vq.generation.decode import stream
@@ -11,6 +12,14 @@ from transformer_vq.generation.prefill import Context, prefill
 from transformer_vq.generation.sampling import Sampling
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import progress_bar
+
+
+class GeneratedText(NamedTuple):
+    """A generated text, and why it ends."""
+
+    text: str
+    ended: bool
+    """Whether the model ended the document; False at the maximum length or a stop string."""
 
 
 class TextStream:
@@ -78,24 +87,54 @@ def sample_text(
     *,
     seed: int | None = None,
     stop: Sequence[str] = (),
+    stop_at_end: bool = True,
     compiled: bool = False,
     write: Callable[[str], None] = lambda text: None,
-) -> list[str]:
-    """Return one text per row of the context; `write` receives that of row 0 while decoding."""
+) -> list[GeneratedText]:
+    """Return one text per row of the context; `write` receives that of row 0 while decoding.
+
+    stop: strings that end a text. stop_at_end: also end at the end-of-document token, if the
+    tokenizer has one; otherwise the model continues with a new document.
+    """
     streams = [TextStream(tokenizer, stop) for _ in range(len(context.logits))]
-    texts = [""] * len(streams)
+    texts, ended = [""] * len(streams), [False] * len(streams)
+    stop_tokens = (tokenizer.eod,) if stop_at_end and tokenizer.eod is not None else ()
 
     def add(row: int, text: str) -> None:
         texts[row] += text
         if row == 0 and text:
             write(text)
 
-    for tokens in stream(model, context, max_new_tokens, sampling, seed, compiled=compiled):
+    steps = stream(model, context, max_new_tokens, sampling, seed, stop_tokens, compiled=compiled)
+    for tokens in steps:
         for row, token in enumerate(tokens):
-            assert token is not None, "no stop tokens were given"
-            add(row, streams[row].push(token))
-        if all(text.stopped for text in streams):
+            if token in stop_tokens and not streams[row].stopped:
+                ended[row] = True
+            elif token is not None:
+                add(row, streams[row].push(token))
+        if all(text.stopped or end for text, end in zip(streams, ended, strict=True)):
             break
     for row, text in enumerate(streams):
         add(row, text.end())
-    return texts
+    return [GeneratedText(*values) for values in zip(texts, ended, strict=True)]
+
+
+def generate_text(
+    model: TransformerVQ,
+    tokenizer: Tokenizer,
+    prompt: str = "",
+    max_new_tokens: int = 500,
+    *,
+    temperature: float = 1.0,
+    top_p: float = 0.95,
+    top_k: int | None = None,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+) -> str:
+    """Return the text that follows a prompt; it ends with the document if the model ends it."""
+    context = prefill_text(model, tokenizer, prompt)
+    sampling = Sampling(temperature, top_p, top_k)
+    (found,) = sample_text(
+        model, tokenizer, context, max_new_tokens, sampling, seed=seed, stop=stop
+    )
+    return found.text

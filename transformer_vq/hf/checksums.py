@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from transformer_vq.data.tokenizer_files import CONFIG_FILE, JSON_FILE
 from transformer_vq.errors import UserError
 from transformer_vq.files import (
     CorruptFileError,
@@ -17,12 +18,18 @@ NAME = "checksums.json"
 PATTERNS = ("*.safetensors", "*.json", "*.model")
 
 
-def write_checksums(folder: str | os.PathLike[str]) -> None:
-    """Record the checksums of the model and tokenizer files in a folder."""
+def write_checksums(folder: str | os.PathLike[str], fast_tokenizer: bool = False) -> None:
+    """Record the checksums of the model and tokenizer files in a folder.
+
+    fast_tokenizer: whether to include the files of a PreTrainedTokenizerFast. Such a tokenizer does
+    not update the checksums when it is saved, so only the export records its files.
+    """
     root = Path(folder)
     if not root.is_dir():  # the model was uploaded without a local copy
         return
     found = {path.name for pattern in PATTERNS for path in root.glob(pattern)} - {NAME}
+    if not fast_tokenizer and JSON_FILE in found:
+        found -= {JSON_FILE, CONFIG_FILE}
     write_verified_json(root / NAME, {"files": {n: file_digest(root / n) for n in sorted(found)}})
 
 

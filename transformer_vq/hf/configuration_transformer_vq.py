@@ -17,8 +17,9 @@ _DEFAULTS = asdict(ModelConfig(vocab_size=256, d_model=768, n_layer=24))
 class TransformerVQConfig(PreTrainedConfig):
     """The fields of `ModelConfig` under the same names, plus the settings for generation.
 
-    Values are validated by `ModelConfig`. bos_token_id: the token before each document. There is
-    no end-of-text token, because the models are not trained with one.
+    Values are validated by `ModelConfig`. bos_token_id: the token before each document.
+    eos_token_id: the token after each document, at which generation stops; None if the model was
+    trained without one.
     """
 
     model_type = "transformer_vq"
@@ -30,7 +31,13 @@ class TransformerVQConfig(PreTrainedConfig):
     }
 
     def __init__(
-        self, *, use_cache: bool = True, bos_token_id: int | None = 0, **kwargs: Any
+        self,
+        *,
+        use_cache: bool = True,
+        bos_token_id: int | None = 0,
+        eos_token_id: int | None = None,
+        pad_token_id: int | None = None,
+        **kwargs: Any,
     ) -> None:
         for name, mapped in self.attribute_map.items():
             if name in kwargs:
@@ -40,6 +47,8 @@ class TransformerVQConfig(PreTrainedConfig):
             setattr(self, name, value)
         self.use_cache = use_cache
         self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
         super().__init__(**kwargs)
 
     @classmethod

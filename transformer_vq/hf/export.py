@@ -6,8 +6,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from transformer_vq.data.tokenizers import MODEL_FILE
+from transformer_vq.data.tokenizers import MODEL_FILE, TOKENIZER_FILES, HFTokenizer, Tokenizer
 from transformer_vq.files import atomic_folder
+from transformer_vq.hf.checksums import write_checksums
+from transformer_vq.hf.fast_tokenizer import write_fast_tokenizer
 from transformer_vq.hf.modeling_transformer_vq import TransformerVQForCausalLM
 from transformer_vq.hf.tokenization_transformer_vq import TransformerVQTokenizer
 from transformer_vq.training.checkpoint import (
@@ -32,21 +34,37 @@ def export(run: Path, folder: Path, checkpoint: str = "best") -> str:
     if tokenizer.vocab_size != model.config.vocab_size:
         raise CheckpointError(
             f"{run}: the model has {model.config.vocab_size} tokens, the tokenizer "
-            f"{tokenizer.vocab_size}; check that {MODEL_FILE} is not missing"
+            f"{tokenizer.vocab_size}; check that {' or '.join(TOKENIZER_FILES)} is not missing"
         )
     try:
         with atomic_folder(folder) as partial:
-            wrapped = TransformerVQForCausalLM.from_core(model, bos_token_id=tokenizer.bos)
+            # Rows of a batch that end early are filled with bos, which is also the padding token.
+            padding = None if tokenizer.eod is None else tokenizer.bos
+            wrapped = TransformerVQForCausalLM.from_core(
+                model,
+                bos_token_id=tokenizer.bos,
+                eos_token_id=tokenizer.eod,
+                pad_token_id=padding,
+            )
             wrapped.save_pretrained(partial)
             if not has_images:
-                vocabulary = run / MODEL_FILE
-                vocab_file = str(vocabulary) if vocabulary.is_file() else None
-                TransformerVQTokenizer(vocab_file).save_pretrained(partial)
+                _save_tokenizer(tokenizer, run, partial)
             for path in partial.iterdir():  # safetensors creates files with mode 600
                 path.chmod(0o666 & ~_umask(partial))
     except SafetensorError as error:
         raise OSError(f"cannot write {folder}: {error}") from error
     return which
+
+
+def _save_tokenizer(tokenizer: Tokenizer, run: Path, folder: Path) -> None:
+    if isinstance(tokenizer, HFTokenizer):
+        write_fast_tokenizer(tokenizer, folder)
+        write_checksums(folder, fast_tokenizer=True)
+        return
+    vocabulary = run / MODEL_FILE
+    vocab_file = str(vocabulary) if vocabulary.is_file() else None
+    ends = tokenizer.eod is not None
+    TransformerVQTokenizer(vocab_file, end_of_document=ends).save_pretrained(folder)
 
 
 def _umask(folder: Path) -> int:

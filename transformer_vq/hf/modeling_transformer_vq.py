@@ -208,6 +208,7 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
         if info["missing_keys"]:
             names = ", ".join(sorted(info["missing_keys"]))
             raise UserError(f"the folder has no {names}; export the model again")
+        _align(model)
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
@@ -256,6 +257,16 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> Tensor:
         """Return a mask of ones: bos doubles as the padding token, so ids do not mark padding."""
         return torch.ones(inputs_tensor.shape[:2], dtype=torch.long, device=inputs_tensor.device)
+
+
+def _align(model: nn.Module) -> None:
+    """Copy tensors of a mapped file to aligned memory.
+
+    Matrix products round by alignment, so without this the logits could differ from the run's.
+    """
+    for x in (*model.parameters(), *model.buffers()):
+        if x.device.type == "cpu" and x.data_ptr() % 64 != 0:
+            x.data = x.data.clone()
 
 
 def _valid(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:

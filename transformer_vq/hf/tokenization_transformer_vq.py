@@ -16,8 +16,11 @@ class TransformerVQTokenizer(PreTrainedTokenizer):
 
     A bos token is put before each text, as in training; `add_special_tokens=False` omits it. Names
     of special tokens inside a text are treated as text. Padding is on the left and uses the bos id,
-    so only the attention mask distinguishes it. errors: how `decode` handles invalid UTF-8, as in
-    `bytes.decode`; the first and last character may be incomplete.
+    so only the attention mask distinguishes it.
+    end_of_document: whether the model was trained with a token after each document; it is the
+        eos token then. For bytes, it is token 256.
+    errors: how `decode` handles invalid UTF-8, as in `bytes.decode`; the first and last character
+        may be incomplete.
     """
 
     vocab_files_names: ClassVar = {"vocab_file": MODEL_FILE}
@@ -29,12 +32,15 @@ class TransformerVQTokenizer(PreTrainedTokenizer):
         vocab_file: str | None = None,
         kind: str | None = None,
         errors: str = "replace",
+        end_of_document: bool = False,
         **kwargs: Any,
     ) -> None:
         if kind == "sentencepiece" and vocab_file is None:
             raise ValueError(f"{MODEL_FILE} is missing; copy it from the exported folder")
         self._core: ByteTokenizer | SentencePieceTokenizer = (
-            ByteTokenizer() if vocab_file is None else SentencePieceTokenizer(Path(vocab_file))
+            ByteTokenizer(end_of_document)
+            if vocab_file is None
+            else SentencePieceTokenizer(Path(vocab_file), None, end_of_document)
         )
         self._pieces = self._core.pieces
         self._ids = {piece: i for i, piece in enumerate(self._pieces)}
@@ -47,8 +53,12 @@ class TransformerVQTokenizer(PreTrainedTokenizer):
             "special_tokens_pattern": "bos",
             "split_special_tokens": True,
         }
+        if self._core.eod is not None:
+            defaults["eos_token"] = self._pieces[self._core.eod]
         kind = "bytes" if vocab_file is None else "sentencepiece"
-        super().__init__(kind=kind, errors=errors, **(defaults | kwargs))
+        super().__init__(
+            kind=kind, errors=errors, end_of_document=end_of_document, **(defaults | kwargs)
+        )
 
     @property
     def vocab_size(self) -> int:

@@ -215,6 +215,19 @@ class ParallelStrategy:
             model.load_state_dict(tensors, assign=True)
         return model
 
+    def release_gathered(self) -> None:
+        """Free the parameters that FSDP has gathered, so that the next pass reads the shards.
+
+        Needed where parameters change without a backward pass since the last forward pass.
+        """
+        if self.world.mesh.fsdp == 1:
+            return
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def gather(self, x: Tensor) -> Tensor:
         """Return a full tensor of the optimizer; all ranks must call this together."""
         if not self._is_sharded:

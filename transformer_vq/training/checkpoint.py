@@ -2,9 +2,13 @@
 
 RUN/config.json             the preset with its overrides
 RUN/metrics.jsonl           one line per logged step and per validation
+RUN/history.jsonl           one line per start, resume, extension, finish and stop
 RUN/tokenizer.model         only for corpora with a learned vocabulary
 RUN/checkpoints/step-*/     model.safetensors, training.safetensors, training.json
 RUN/best/model.safetensors  the model with the lowest validation loss
+
+A checkpoint from which a run can be extended is pinned: it is never removed, and it also contains
+best.safetensors, the best model at that step.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ from transformer_vq.errors import UserError
 from transformer_vq.files import (
     CorruptFileError,
     atomic_folder,
+    atomic_write,
+    file_digest,
     read_json,
     read_tensors,
     read_verified_json,
@@ -40,6 +46,7 @@ from transformer_vq.progress import warn
 
 CONFIG, BEST = "config.json", "best"
 MODEL, TENSORS, METADATA = "model.safetensors", "training.safetensors", "training.json"
+BEST_COPY = "best.safetensors"  # of pinned checkpoints
 FORMAT = 2  # version of run folders; increment when older ones can no longer be read
 
 
@@ -59,6 +66,11 @@ class Checkpoint:
     metadata: dict[str, Any]
     """Plain values: the config, the checksum of the corpus, and the progress of the run."""
 
+    @property
+    def config(self) -> RunConfig:
+        """The config of the run when the checkpoint was written."""
+        return _parse_config(self.metadata["config"])
+
 
 def write_config(run: Path, config: RunConfig, tokenizer: Tokenizer) -> None:
     """Write config.json: the config of a run and the checksum of its tokenizer."""
@@ -70,12 +82,24 @@ def read_config(run: Path) -> RunConfig:
     """Return the config of a run; raises CheckpointError if the folder is not a run folder."""
     values = _read_config(run)
     del values["format"], values["tokenizer_sha256"]
+    return _parse_config(values)
+
+
+def _parse_config(values: dict[str, Any]) -> RunConfig:
+    """Return a stored config; earlier versions had one optional path and no end of documents."""
+    data = values.get("data")
+    if isinstance(data, dict):
+        data = {"end_of_document": False} | data
+        if data.get("path") is None:
+            data.pop("path", None)
+        values = values | {"data": data}
     return RunConfig.from_dict(values)
 
 
 def read_tokenizer(run: Path) -> Tokenizer:
     """Return the tokenizer of a run; raises an error if its checksum does not match."""
-    return load_tokenizer(run, _read_config(run)["tokenizer_sha256"])
+    ends_documents = read_config(run).data.ends_documents
+    return load_tokenizer(run, _read_config(run)["tokenizer_sha256"], ends_documents)
 
 
 def _read_config(run: Path) -> dict[str, Any]:
@@ -127,18 +151,24 @@ def checkpoint_steps(run: Path) -> list[int]:
     return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
 
 
-def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
+def save_checkpoint(
+    run: Path, checkpoint: Checkpoint, keep: int, pinned: int | None = None
+) -> Path:
     """Write a checkpoint, then remove all but the newest `keep`; return its folder.
 
+    pinned: step of a checkpoint that is kept as well, with a copy of the best model so far.
     Raises OSError if it cannot be written, for example on a full disk. Older checkpoints are then
     kept.
     """
-    folder = checkpoint_folder(run, checkpoint.step)
+    folder, best = checkpoint_folder(run, checkpoint.step), run / BEST / MODEL
     with atomic_folder(folder) as partial:
         digests = {
             MODEL: checkpoint.model.save(partial / MODEL),
             TENSORS: write_tensors(partial / TENSORS, checkpoint.tensors),
         }
+        if checkpoint.step == pinned and best.is_file():
+            shutil.copyfile(best, partial / BEST_COPY)
+            digests[BEST_COPY] = file_digest(partial / BEST_COPY)
         about = {"format": FORMAT, "step": checkpoint.step, "digests": digests}
         write_verified_json(partial / METADATA, checkpoint.metadata | about)
         # A corrupt checkpoint of the same step, for example after resuming from an older one.
@@ -146,7 +176,7 @@ def save_checkpoint(run: Path, checkpoint: Checkpoint, keep: int) -> Path:
             shutil.rmtree(folder)
         else:
             folder.unlink(missing_ok=True)
-    for step in checkpoint_steps(run)[:-keep]:
+    for step in [step for step in checkpoint_steps(run) if step != pinned][:-keep]:
         if step < checkpoint.step:
             shutil.rmtree(checkpoint_folder(run, step), ignore_errors=True)
     return folder
@@ -163,6 +193,9 @@ def load_checkpoint(run: Path, step: int) -> Checkpoint:
             raise CheckpointError(f"{folder} holds step {metadata['step']}; was it renamed?")
         model = TransformerVQ.load(folder / MODEL, digest=metadata["digests"][MODEL])
         tensors, _ = read_tensors(folder / TENSORS, metadata["digests"][TENSORS])
+        best = metadata["digests"].get(BEST_COPY)
+        if best is not None and file_digest(folder / BEST_COPY) != best:
+            raise CheckpointError(f"{folder / BEST_COPY} is corrupt: its checksum does not match")
     except CorruptFileError as error:
         raise CheckpointError(str(error)) from error
     return Checkpoint(step, model, tensors, metadata)
@@ -185,6 +218,27 @@ def newest_checkpoint(run: Path) -> Checkpoint | None:
             "a new run"
         )
     return None
+
+
+def restore_best(run: Path, checkpoint: Checkpoint | None) -> None:
+    """Make RUN/best the best model at a checkpoint, as far as the checkpoint determines it.
+
+    checkpoint: None for the start of a run.
+    """
+    best = run / BEST / MODEL
+    if checkpoint is None or checkpoint.metadata["best_loss"] is None:
+        best.unlink(missing_ok=True)
+    elif BEST_COPY in checkpoint.metadata["digests"]:
+        best.parent.mkdir(exist_ok=True)
+        with atomic_write(best) as partial:
+            shutil.copyfile(checkpoint_folder(run, checkpoint.step) / BEST_COPY, partial)
+
+
+def remove_checkpoints_after(run: Path, step: int) -> None:
+    """Remove all checkpoints of later steps, the newest first."""
+    for later in reversed(checkpoint_steps(run)):
+        if later > step:
+            shutil.rmtree(checkpoint_folder(run, later))
 
 
 def load_model(run: Path, which: str = "best") -> tuple[TransformerVQ, str]:
@@ -225,7 +279,7 @@ def load_model(run: Path, which: str = "best") -> tuple[TransformerVQ, str]:
 
 def _check_owner(run: Path, config: RunConfig, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a checkpoint was copied from another run."""
-    changed = RunConfig.from_dict(checkpoint.metadata["config"]).differences(config).keys()
+    changed = checkpoint.config.differences(config).keys()
     if other := sorted(changed - FREE_FIELDS):
         raise CheckpointError(
             f"{checkpoint_folder(run, checkpoint.step)} is a checkpoint of another run: "

@@ -12,7 +12,8 @@ import torch
 
 from transformer_vq.config import DataConfig
 from transformer_vq.data.corpus import prepare
-from transformer_vq.data.tokenizers import MODEL_FILE
+from transformer_vq.data.sources.base import SPLITS
+from transformer_vq.data.tokenizers import TOKENIZER_FILES
 from transformer_vq.errors import UserError
 from transformer_vq.evaluation import Evaluation, Protocol, check_sizes, score
 from transformer_vq.progress import Reporter, progress_bar, reporting
@@ -53,10 +54,11 @@ def evaluate(
 ) -> RunEvaluation:
     """Evaluate a model of a run folder.
 
-    data: other data than the run was trained on. protocols: "windowed" and "streaming" by default;
-    only "windowed" for full attention, whose cost grows with the length. checkpoint: best, last or
-    a step. seq_len, batch_size: those of the run by default. max_tokens: score only the start of
-    the split.
+    data: other data than the run was trained on; they are tokenized with the vocabulary of the run.
+    split: train, validation, test, or all documents of the data together.
+    protocols: "windowed" and "streaming" by default; only "windowed" for full attention, whose cost
+    grows with the length. checkpoint: best, last or a step. seq_len, batch_size: those of the run
+    by default. max_tokens: score only the start of the split.
     """
     check_sizes(seq_len=seq_len, batch_size=batch_size, max_tokens=max_tokens)
     run = Path(run)
@@ -65,13 +67,12 @@ def evaluate(
     model, which = load_model(run, checkpoint)
     model.to(device)
     with reporting(reporter):
-        corpus = prepare(_same_vocabulary(run, config.data, data), config.model.vocab_size)
+        corpus = prepare(_data_for(run, config.data, data, split), config.model.vocab_size)
     if read_tokenizer(run).sha256 != corpus.tokenizer().sha256:
         raise UserError(
-            f"these data do not have the vocabulary of {run}; use books (--data.dataset pg19) and "
-            f"--data.tokenizer {run / MODEL_FILE}"
+            f"these data do not have the vocabulary of {run}; use --data.tokenizer {run}"
         )
-    tokens = corpus.split(split)
+    tokens = corpus.split("train" if split == "all" else split)
     if protocols is None:
         both: tuple[Protocol, ...] = ("windowed", "streaming")
         protocols = both[:1] if config.model.attention == "full" else both
@@ -99,12 +100,46 @@ def evaluate(
     return RunEvaluation(str(run), which, corpus.dataset, split, seq_len, attention, results)
 
 
-def _same_vocabulary(run: Path, own: DataConfig, other: DataConfig | None) -> DataConfig:
-    """Return the data to evaluate on; other books are tokenized with the run's vocabulary."""
-    if other is None or other == own:
+def _data_for(run: Path, own: DataConfig, other: DataConfig | None, split: str) -> DataConfig:
+    """Return the data to evaluate on; other data are tokenized as those of the run.
+
+    Fields of `other` that are those of the run count as not given.
+    """
+    data = own if other is None else other
+    if data == own and split != "all":
         return own
-    vocabulary = run / MODEL_FILE
-    is_given = other.tokenizer != own.tokenizer
-    if vocabulary.is_file() and not is_given and other.dataset == "pg19":
-        return replace(other, tokenizer=str(vocabulary))
-    return other
+    if data.tokenizer == own.tokenizer and not data.has_images:
+        has_file = any((run / name).is_file() for name in TOKENIZER_FILES)
+        data = replace(data, tokenizer=str(run) if has_file else "bytes")
+    if data.path != own.path:  # the other files of the run do not belong to them
+        data = replace(
+            data,
+            validation_path=_unless_equal(data.validation_path, own.validation_path),
+            test_path=_unless_equal(data.test_path, own.test_path),
+            weights=(),
+        )
+    data = replace(data, end_of_document=own.end_of_document)
+    return data if split != "all" else _without_splits(data)
+
+
+def _unless_equal(given: tuple[str, ...], own: tuple[str, ...]) -> tuple[str, ...]:
+    return () if given == own else given
+
+
+def _without_splits(data: DataConfig) -> DataConfig:
+    """Return the same documents as a single split."""
+    if data.has_images:
+        raise UserError("--split all is for text; choose train, validation or test")
+    paths = data.path
+    if data.dataset == "pg19" and len(paths) == 1 and Path(paths[0]).is_dir():
+        paths = tuple(str(Path(paths[0], name, "*.txt")) for name in SPLITS)
+    return replace(
+        data,
+        dataset="text",
+        path=(*paths, *data.validation_path, *data.test_path),
+        validation_path=(),
+        test_path=(),
+        validation_share=0.0,
+        test_share=0.0,
+        weights=(),
+    )

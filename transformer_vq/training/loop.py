@@ -18,6 +18,7 @@ from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpus import Corpus
 from transformer_vq.errors import TrainingError
 from transformer_vq.evaluation import score
+from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import NotFiniteError
 from transformer_vq.progress import info, progress_bar, short, warn
 from transformer_vq.training.checkpoint import (
@@ -28,6 +29,7 @@ from transformer_vq.training.checkpoint import (
     save_checkpoint,
 )
 from transformer_vq.training.metrics import MetricsLog, metrics_log
+from transformer_vq.training.optim import decay_start
 from transformer_vq.training.signals import StopRequest
 from transformer_vq.training.step import StepResult, Trainer
 
@@ -47,6 +49,7 @@ class Progress:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Progress:
+        """Return the progress of a run at a checkpoint."""
         metadata = checkpoint.metadata
         best_loss, best_bits = metadata["best_loss"], metadata.get("best_bits_per_byte")
         return cls(
@@ -55,6 +58,10 @@ class Progress:
             math.inf if best_loss is None else best_loss,
             math.inf if best_bits is None else best_bits,
         )
+
+    def is_finished(self, config: RunConfig) -> bool:
+        """Return whether all steps of a run and its last validation are done."""
+        return self.step == self.validated_at == config.train.steps
 
 
 @dataclass(frozen=True)
@@ -96,11 +103,18 @@ class TrainingLoop:
         self.corpus = corpus
         self.batches = batches
         self.trainer = trainer
+        self.pinned = decay_start(config) if config.optim.schedule == "wsd" else None
+        """Step of the checkpoint from which the run can be extended."""
         self.step = self.saved_at = progress.step
         self.validated_at = progress.validated_at
         self.best_loss = progress.best_loss
         self.best_bits_per_byte = progress.best_bits_per_byte
         self._codes_note = ""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all steps and the last validation are done."""
+        return self.validated_at == self.step == self.config.train.steps
 
     def run(self) -> TrainingResult:
         """Train until the last step or a signal."""
@@ -120,14 +134,13 @@ class TrainingLoop:
                 if due and self.validated_at != self.step and not stopping():
                     self._validate(log, stopping)
                 is_last = stopping() or at_end
-                due = self.step % train.save_every == 0 or is_last
+                due = self.step % train.save_every == 0 or is_last or self.step == self.pinned
                 if due and self.saved_at != self.step:
                     self._save(required=is_last)
                 if is_last:
                     break
                 advance(1, note=self._train_step(log))
-        # A signal that arrives in the last step skips or stops the last validation.
-        finished = self.validated_at == self.step == train.steps
+        finished = self.is_finished  # a signal in the last step skips or stops its validation
         # The same on all ranks: each must exit with the status of the signal.
         stopped_by = None if finished else world.largest(stop.signal or 0) or None
         best = self.best_loss, self.best_bits_per_byte
@@ -177,10 +190,16 @@ class TrainingLoop:
 
     def _validate(self, log: MetricsLog, stopping: Callable[[], bool]) -> None:
         """Evaluate on the validation split; save the model if it is the best so far."""
+        with self.trainer.averaged_model() as model:
+            self._validate_model(model, log, stopping)
+
+    def _validate_model(
+        self, model: TransformerVQ, log: MetricsLog, stopping: Callable[[], bool]
+    ) -> None:
         train, world = self.config.train, self.trainer.world
         start = time.perf_counter()
         result = score(
-            self.trainer.model,
+            model,
             self.corpus.split("validation"),
             seq_len=train.seq_len,
             window=train.backprop_len,
@@ -230,7 +249,7 @@ class TrainingLoop:
             return
         checkpoint = Checkpoint(self.step, model, tensors, metadata)
         try:
-            save_checkpoint(self.folder, checkpoint, self.config.train.keep)
+            save_checkpoint(self.folder, checkpoint, self.config.train.keep, self.pinned)
         except OSError as error:
             message = (
                 f"cannot save step {self.step}: {error}; {self._last_checkpoint()}; free some "
@@ -244,8 +263,9 @@ class TrainingLoop:
 
     def _not_finite_message(self, error: Exception) -> str:
         return (
-            f"step {self.step + 1} is not finite ({error}); {self._last_checkpoint()}; start again "
-            "with a smaller --optim.lr, a longer --optim.warmup or a smaller --optim.grad-clip"
+            f"step {self.step + 1} is not finite ({error}); {self._last_checkpoint()}; use `tvq "
+            f"resume {self.folder}` with a smaller --optim.lr or --optim.grad-clip, or start again "
+            "with a longer --optim.warmup"
         )
 
     def _last_checkpoint(self) -> str:

@@ -6,8 +6,6 @@ Rows of metrics.jsonl have a `kind` ("train" or "validation"), a `step` and a CR
 from __future__ import annotations
 
 import hashlib
-import json
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,11 +13,10 @@ from typing import Any
 
 from transformer_vq.config import RunConfig
 from transformer_vq.errors import missing_extra
-from transformer_vq.files import write_text
 from transformer_vq.progress import warn
+from transformer_vq.training.rows import line, read_rows, write_rows
 
 NAME = "metrics.jsonl"
-CHECKSUM = "crc32"
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
@@ -28,17 +25,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
     Warns about corrupt lines. An unfinished last line is skipped silently, because any crash can
     cause one. Returns an empty list if the file does not exist.
     """
-    path = run / NAME
-    if not path.is_file():
-        return []
-    *lines, _ = path.read_bytes().split(b"\n")
-    rows = [_parse(line) for line in lines]
-    if corrupt := [number for number, row in enumerate(rows, start=1) if row is None]:
-        warn(
-            f"{path}: skipped {len(corrupt)} of {len(rows)} lines, which are corrupt (the first is "
-            f"line {corrupt[0]})"
-        )
-    return [row for row in rows if row is not None]
+    return read_rows(run / NAME)
 
 
 def rewind(run: Path, step: int, validated_at: int) -> None:
@@ -48,28 +35,7 @@ def rewind(run: Path, step: int, validated_at: int) -> None:
     """
     last = {"train": step, "validation": validated_at}
     rows = [row for row in read_metrics(run) if row["step"] <= last[row["kind"]]]
-    write_text(run / NAME, "".join(_line(row) for row in rows))
-
-
-def _line(row: dict[str, Any]) -> str:
-    """Return a row as a line of JSON with a checksum."""
-    return json.dumps(row | {CHECKSUM: _checksum(row)}) + "\n"
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    """Return the row of a line without its checksum; None if the line is corrupt."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(row, dict):
-        return None
-    checksum = row.pop(CHECKSUM, None)
-    return row if checksum == _checksum(row) else None
-
-
-def _checksum(row: dict[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(row, sort_keys=True).encode()):08x}"
+    write_rows(run / NAME, rows)
 
 
 class MetricsLog:
@@ -106,7 +72,7 @@ class MetricsLog:
         row = {"kind": kind, "step": step, **values}
         try:
             with open(self._path, "a") as file:
-                file.write(_line(row))
+                file.write(line(row))
         except OSError as error:
             if not self._failed:
                 warn(f"cannot write {self._path}: {error}")

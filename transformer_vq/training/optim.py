@@ -15,20 +15,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from transformer_vq.config import OptimConfig
+from transformer_vq.config import OptimConfig, RunConfig
 
 
 def learning_rate(config: OptimConfig, step: int, n_steps: int) -> float:
-    """Return the learning rate of one step: linear warm-up from zero, then cosine decay.
+    """Return the learning rate of one step: linear warm-up from zero, then the schedule.
 
-    The cosine ends at `lr_final_share` of the peak. step: number of completed steps, 0 in the first
-    one. n_steps: total number of steps.
+    Cosine decays until the last step; wsd is constant until `decay_start`, then decays by
+    1 - sqrt(share of the decay that is done), as in Hägele et al. (2024), "Scaling Laws and
+    Compute-Optimal Training Beyond Fixed Training Durations". Both end at `lr_final_share` of the
+    peak. step: number of completed steps, 0 in the first one. n_steps: total number of steps.
     """
     if step < config.warmup:
         return config.lr * step / config.warmup
-    done = min((step - config.warmup) / max(n_steps - config.warmup, 1), 1.0)
+    start = config.decay_start(n_steps)
+    done = min(max(step - start, 0) / max(n_steps - start, 1), 1.0)
     floor = config.lr * config.lr_final_share
-    return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * done))
+    if config.schedule == "cosine":
+        return floor + (config.lr - floor) * 0.5 * (1 + math.cos(math.pi * done))
+    return floor + (config.lr - floor) * (1 - math.sqrt(done)) if done else config.lr
+
+
+def decay_start(config: RunConfig) -> int:
+    """Return the number of steps before the learning rate of a run starts to decay."""
+    return config.optim.decay_start(config.train.steps)
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:

@@ -12,10 +12,10 @@ from transformer_vq.errors import missing_extra
 from transformer_vq.files import atomic_write
 
 INK, MUTED, LINE, GRID = "#1f2328", "#57606a", "#8c959f", "#e4e8ec"
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY = (
-    *("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#3f9bd1"),
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, ROSE = (
+    *("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#3f9bd1", "#3b4048", "#e0709a"),
 )
-COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY)
+COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, ROSE)
 """Colours that remain distinguishable with colour blindness, in the order of their use."""
 
 WIDTH = 8.0

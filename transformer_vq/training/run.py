@@ -12,33 +12,41 @@ import torch
 
 from transformer_vq.config import RunConfig
 from transformer_vq.config.data import LEARNED
-from transformer_vq.config.run import FREE_FIELDS
+from transformer_vq.config.run import NEUTRAL_FIELDS
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpus import Corpus, prepare
-from transformer_vq.device import total_memory
-from transformer_vq.errors import UserError
-from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.data.sources.paths import expand_user
+from transformer_vq.data.sources.stdin import store_stdin
 from transformer_vq.parallel.strategy import check_mesh
 from transformer_vq.parallel.world import World, join_world
 from transformer_vq.progress import Reporter, reporting, warn
 from transformer_vq.training.checkpoint import (
     CONFIG,
-    Checkpoint,
     CheckpointError,
     load_checkpoint,
-    load_model,
     locked,
-    newest_checkpoint,
     read_config,
     read_tokenizer,
+    remove_checkpoints_after,
+    restore_best,
     write_config,
 )
+from transformer_vq.training.extension import (
+    check_same_run,
+    find_checkpoint,
+    report_changes,
+)
+from transformer_vq.training.history import Event, record
+from transformer_vq.training.initial import (
+    check_same_architecture,
+    check_vocabulary,
+    initial_model,
+    with_initial_tokenizer,
+)
 from transformer_vq.training.loop import Progress, TrainingLoop, TrainingResult
+from transformer_vq.training.memory import check_memory, choose_accumulation, memory_per_process
 from transformer_vq.training.metrics import check_loggers, rewind
-from transformer_vq.training.sizes import memory_hint, sizes
 from transformer_vq.training.step import Trainer
-
-USABLE_MEMORY = 0.7  # fraction of a device's memory that `choose_accumulation` plans with
 
 
 def train(
@@ -62,16 +70,20 @@ def train(
     with reporting(reporter), join_world(config.parallel, config.train.device) as world:
         is_restart = world.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0)
         if is_restart and _is_run_folder(run, world):
-            return _resume(run, read_config(run), world)
+            stored = read_config(run)
+            return _resume(run, stored, stored, world)
         _check_is_new(run, world)
-        config = _with_absolute_paths(config)
+        config = _with_absolute_paths(_with_stored_stdin(config))
         check_mesh(config, world.mesh)
         check_loggers(config)
+        check_same_architecture(config)
+        config = with_initial_tokenizer(config)
         corpus = _prepare_corpus(config, world)
+        check_vocabulary(config, corpus)
         config = replace(config, model=replace(config.model, vocab_size=corpus.vocab_size))
         batches = training_batches(config, corpus)
-        config = choose_accumulation(config, _memory_per_process(world), world)
-        _check_memory(config, world)
+        config = choose_accumulation(config, memory_per_process(world), world)
+        check_memory(config, world)
         trainer = _new_trainer(config, world)
         with _locked_by_rank_zero(run, world):
             _check_is_new(run, world)  # another process may have started a run in the meantime
@@ -79,24 +91,30 @@ def train(
                 tokenizer = corpus.tokenizer()
                 tokenizer.save(run)
                 write_config(run, config, tokenizer)
-            return TrainingLoop(run, config, corpus, batches, trainer).run()
+            record(run, "start", 0, world)
+            return _run_loop(TrainingLoop(run, config, corpus, batches, trainer))
 
 
 def resume(
     run: str | os.PathLike[str],
     config: RunConfig | None = None,
     *,
+    allow_schedule_change: bool = False,
     reporter: Reporter | None = None,
 ) -> TrainingResult:
     """Resume a run from its newest valid checkpoint and train until its last step or a signal.
 
-    The result is the same, bit for bit, as if the run had not been interrupted. A finished run is
-    left unchanged.
+    Without changes, the result is the same, bit for bit, as if the run had not been interrupted. A
+    finished run is left unchanged.
 
     run: a run folder that `train` has created.
-    config: the config of the run with changes, by default without any. Logging, validation and
-    checkpoint intervals, `data.path`, the device and the mesh may change. Another device or mesh
-    affects rounding only.
+    config: the config of the run with changes, by default without any. `NEUTRAL_FIELDS` may change
+    without affecting the result: logging, validation and checkpoint intervals, `data.path`, the
+    device and the mesh. `RECORDED_FIELDS` change the training from here on: the learning rate,
+    weight decay, clipping, `train.steps`, `train.accumulate` and `train.precision`.
+    allow_schedule_change: continue from the newest checkpoint if `train.steps` changes, although
+    the new schedule would have had other learning rates in past steps. By default, `train.steps`
+    can change under wsd only; a run that is decaying then resumes from the start of its decay.
     reporter: as in `train`.
 
     Raises CheckpointError if `run` is not a run folder, all its checkpoints are corrupt, the data
@@ -106,34 +124,57 @@ def resume(
     run = Path(run)
     stored = read_config(run)
     config = stored if config is None else config
-    _check_same_run(stored, config, run)
+    check_same_run(stored, config, run)
     with reporting(reporter), join_world(config.parallel, config.train.device) as world:
-        return _resume(run, config, world)
+        return _resume(run, stored, config, world, allow_schedule_change)
 
 
 def train_or_resume(config: RunConfig, run: Path) -> TrainingResult:
     """Start a run, or resume it if the folder already contains one with the same config."""
     if not (run / CONFIG).exists():
         return train(config, run)
-    config = _with_absolute_paths(config)
+    config, stored = _with_absolute_paths(config), read_config(run)
     if not config.train.accumulate:  # chosen when the run was started
-        accumulate = read_config(run).train.accumulate
-        config = replace(config, train=replace(config.train, accumulate=accumulate))
+        config = replace(config, train=replace(config.train, accumulate=stored.train.accumulate))
+    check_same_run(stored, config, run, NEUTRAL_FIELDS)
     return resume(run, config)
 
 
-def _resume(run: Path, config: RunConfig, world: World) -> TrainingResult:
+def _resume(
+    run: Path,
+    stored: RunConfig,
+    config: RunConfig,
+    world: World,
+    allow_schedule_change: bool = False,
+) -> TrainingResult:
+    """Resume a run with the config `config`; `stored` is its config so far."""
     check_mesh(config, world.mesh)
     check_loggers(config)
+    config = choose_accumulation(config, memory_per_process(world), world)
     corpus = _prepare_corpus(config, world)
     batches = training_batches(config, corpus)
     with _locked_by_rank_zero(run, world):
-        checkpoint = _newest_checkpoint(run, world)
+        if world.is_rank_zero and read_config(run) != stored:
+            raise CheckpointError(f"{run} was changed by another process; resume it again")
+        tokenizer = read_tokenizer(run)
+        if tokenizer.sha256 != corpus.tokenizer().sha256:
+            raise CheckpointError(
+                f"the tokenizer of the data is not that of {run}; restore the file that was used "
+                "when it was started, or start a new run"
+            )
+        checkpoint, done = None, 0
+        if world.is_rank_zero:
+            checkpoint, done = find_checkpoint(run, stored, config, allow_schedule_change)
+        done = world.from_rank_zero(done)
+        step = world.from_rank_zero(0 if checkpoint is None else checkpoint.step)
+        if checkpoint is None and step > 0:  # on the other ranks
+            checkpoint = load_checkpoint(run, step)
         if checkpoint is None:
-            warn(f"{run} has no checkpoint yet; starting from the first step")
+            if done == 0:
+                warn(f"{run} has no checkpoint yet; starting from the first step")
             trainer, progress = _new_trainer(config, world), Progress()
         else:
-            _check_same_run(RunConfig.from_dict(checkpoint.metadata["config"]), config, run)
+            check_same_run(checkpoint.config, config, run)
             if checkpoint.metadata["corpus"] != corpus.sha256:
                 raise CheckpointError(
                     f"the data of {run} have changed since it was started; restore them, or start "
@@ -142,10 +183,30 @@ def _resume(run: Path, config: RunConfig, world: World) -> TrainingResult:
             trainer = Trainer(checkpoint.model, config, world.device, world)
             trainer.load_tensors(checkpoint.tensors)
             progress = Progress.from_checkpoint(checkpoint)
+        changed = stored.differences(config)
+        if changed or not progress.is_finished(config):
+            report_changes(stored, config, done, step)
+            is_longer = config.train.steps > stored.train.steps
+            record(run, "extend" if is_longer else "resume", step, world, changed)
         if world.is_rank_zero:
+            # In this order, a kill at any point leaves a run that resumes with the old or the new
+            # config. A checkpoint of the old decay never meets the new config.
+            if step < done:
+                remove_checkpoints_after(run, step)
+            restore_best(run, checkpoint)
             rewind(run, progress.step, progress.validated_at)
-            write_config(run, config, read_tokenizer(run))
-        return TrainingLoop(run, config, corpus, batches, trainer, progress).run()
+            write_config(run, config, tokenizer)
+        return _run_loop(TrainingLoop(run, config, corpus, batches, trainer, progress))
+
+
+def _run_loop(loop: TrainingLoop) -> TrainingResult:
+    """Run the training loop and record how it ended."""
+    is_finished = loop.is_finished
+    result = loop.run()
+    if not is_finished:
+        event: Event = "finish" if result.finished else "stop"
+        record(loop.folder, event, result.step, loop.trainer.world)
+    return result
 
 
 def _is_run_folder(run: Path, world: World) -> bool:
@@ -163,26 +224,6 @@ def _check_is_new(run: Path, world: World) -> None:
         raise CheckpointError(f"{run} is a file; use another --out")
 
 
-def _check_same_run(stored: RunConfig, config: RunConfig, run: Path) -> None:
-    """Raise CheckpointError if a field has changed that affects the training."""
-    changed = stored.differences(config)
-    named = [f"{k} ({a} -> {b})" for k, (a, b) in changed.items() if k not in FREE_FIELDS]
-    if named:
-        raise CheckpointError(
-            f"{run} was started with another config: {', '.join(named)}; resume without these "
-            f"changes, or start a new run from its weights (--train.init-from {run})"
-        )
-
-
-def _newest_checkpoint(run: Path, world: World) -> Checkpoint | None:
-    """Return the newest checkpoint that is valid on rank 0, on all ranks."""
-    found = newest_checkpoint(run) if world.is_rank_zero else None
-    step = world.from_rank_zero(-1 if found is None else found.step)
-    if found is None and step >= 0:
-        found = load_checkpoint(run, step)
-    return found
-
-
 @contextmanager
 def _locked_by_rank_zero(run: Path, world: World) -> Iterator[None]:
     """Create the run folder and hold its lock; rank 0 does so for all ranks."""
@@ -195,37 +236,36 @@ def _locked_by_rank_zero(run: Path, world: World) -> Iterator[None]:
 
 
 def _prepare_corpus(config: RunConfig, world: World) -> Corpus:
+    is_checked_later = config.train.init_from is not None  # by `check_vocabulary`
+    is_learned = config.data.tokenizer_name in LEARNED
+    vocab_size = None if is_checked_later and not is_learned else config.model.vocab_size
     with world.local_rank_zero_first():
-        return prepare(config.data, config.model.vocab_size)
+        return prepare(config.data, vocab_size)
 
 
 def training_batches(config: RunConfig, corpus: Corpus) -> TrainingBatches:
     """Return the batches of all steps of a run."""
     train = config.train
     return TrainingBatches(
-        corpus.split("train"), train.batch_size, train.seq_len, train.backprop_len, train.seed
+        corpus.split("train"),
+        train.batch_size,
+        train.seq_len,
+        train.backprop_len,
+        train.seed,
+        config.data.weights,
     )
 
 
 def _new_trainer(config: RunConfig, world: World) -> Trainer:
     """Return the trainer at the start of a run; all random numbers follow from its seed."""
     torch.manual_seed(config.train.seed)
-    return Trainer(_initial_model(config), config, world.device, world)
+    return Trainer(initial_model(config), config, world.device, world)
 
 
-def _initial_model(config: RunConfig) -> TransformerVQ:
-    """Return a new model, or that of the run or file `train.init_from`."""
-    if config.train.init_from is None:
-        return TransformerVQ(config.model)
-    model, _ = load_model(Path(config.train.init_from))
-    if model.config != config.model:
-        other = replace(config, model=model.config)
-        fields = ", ".join(config.differences(other))
-        raise CheckpointError(
-            f"--train.init-from {config.train.init_from}: its model differs in {fields}; change "
-            "these options to match"
-        )
-    return model
+def _with_stored_stdin(config: RunConfig) -> RunConfig:
+    """Store data from standard input in the cache, so that the run can be resumed."""
+    cache = expand_user(config.data.cache_folder, "--data.cache")
+    return replace(config, data=store_stdin(config.data, cache))
 
 
 def _with_absolute_paths(config: RunConfig) -> RunConfig:
@@ -248,41 +288,3 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     )
     init_from = absolute(config.train.init_from)
     return replace(config, data=data, train=replace(config.train, init_from=init_from))
-
-
-def choose_accumulation(config: RunConfig, memory: int, world: World | None = None) -> RunConfig:
-    """Return the config with the fewest micro-batches that fit into `memory` bytes.
-
-    A config with a fixed `train.accumulate` (not 0) is returned unchanged. world: the processes
-    that share a batch; a single process by default.
-    """
-    if config.train.accumulate:
-        return config
-    world = World() if world is None else world
-    n_rows = config.train.batch_size // world.mesh.n_rows
-    for accumulate in (n for n in range(1, n_rows + 1) if n_rows % n == 0):
-        chosen = replace(config, train=replace(config.train, accumulate=accumulate))
-        needed = sizes(replace(chosen, parallel=world.mesh)).train_bytes
-        if world.smallest(needed <= USABLE_MEMORY * memory):
-            break
-    else:
-        warn(f"one sequence at a time may not fit in memory; {memory_hint(chosen)}")
-    return chosen
-
-
-def _check_memory(config: RunConfig, world: World) -> None:
-    """Raise UserError if not even the weights, gradients and optimizer fit into memory."""
-    needed = sizes(replace(config, parallel=world.mesh))
-    total = total_memory(world.device)
-    least = 2 * needed.weight_bytes + needed.optimizer_bytes
-    if least > total:
-        raise UserError(
-            f"out of memory: weights, gradients and optimizer take {least / 1e9:,.1f} GB, this "
-            f"device has {total / 1e9:,.1f} GB; {memory_hint(config)}"
-        )
-
-
-def _memory_per_process(world: World) -> int:
-    """Return the bytes of memory for this process; CPU processes of a machine share its memory."""
-    n = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world.device.type == "cpu" else 1
-    return total_memory(world.device) // n

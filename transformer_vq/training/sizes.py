@@ -33,11 +33,19 @@ class Sizes:
     optimizer_bytes: int
     activation_bytes: int
     """Estimate for one micro-batch, including the states."""
+    average_bytes: int = 0
+    """Average of the weights; 0 if `train.weight_average` is 0."""
 
     @property
     def train_bytes(self) -> int:
-        """Memory for training: weights, gradients, codebooks, usage, optimizer, activations."""
-        return 2 * self.weight_bytes + self.optimizer_bytes + self.activation_bytes
+        """Memory for training: `fixed_bytes` and activations."""
+        return self.fixed_bytes + self.activation_bytes
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Memory that does not depend on the batch: weights, gradients, codebooks with their usage,
+        optimizer and average."""
+        return 2 * self.weight_bytes + self.optimizer_bytes + self.average_bytes
 
 
 def sizes(config: RunConfig) -> Sizes:
@@ -89,6 +97,7 @@ def sizes(config: RunConfig) -> Sizes:
         weight_bytes=FLOAT_BYTES * (resident + gathered + codebooks),
         optimizer_bytes=FLOAT_BYTES * optimizer,
         activation_bytes=_activation_bytes(config, _n_segments(model, config)),
+        average_bytes=FLOAT_BYTES * resident if config.train.weight_average else 0,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +20,8 @@ from transformer_vq.nn.state import ModelState
 from transformer_vq.parallel.strategy import ParallelStrategy
 from transformer_vq.parallel.world import World
 from transformer_vq.progress import warn
+from transformer_vq.training.average import WeightAverage
+from transformer_vq.training.carried import split_states
 from transformer_vq.training.loss import token_loss
 from transformer_vq.training.optim import learning_rate, make_optimizer
 
@@ -59,6 +63,10 @@ class Trainer:
         self.optimizer = make_optimizer(
             nn.ParameterList(self.strategy.parameters.values()), config.optim
         )
+        self.average: WeightAverage | None = None
+        """None if `train.weight_average` is 0."""
+        if config.train.weight_average:
+            self.average = WeightAverage(self.strategy, config.train.weight_average)
         self.carried: list[ModelState] = []
         """One state per micro-batch; empty if the next step starts new sequences."""
         if config.train.precision == "bf16" and not has_fast_bf16(device):
@@ -101,6 +109,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
+        if self.average is not None:
+            self.average.update(step)
         usages = self.strategy.sum_usages(usages or ())
         self.model.update_codebooks(usages)
         if ends:
@@ -120,8 +130,22 @@ class Trainer:
         )
         return self.strategy.gather(norm.detach())
 
+    @contextmanager
+    def averaged_model(self) -> Iterator[TransformerVQ]:
+        """Yield the model to validate and keep: with averaged weights if there is an average.
+
+        The weights of the model are exchanged in place during the body.
+        """
+        if self.average is None:
+            yield self.model
+        else:
+            with self.average.in_model():
+                yield self.model
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that an exact resume needs besides the model: optimizer, states and RNG state.
+        """Return all that an exact resume needs besides the model.
+
+        That is the optimizer, the average of the weights, the carried states and the RNG state.
 
         The tensors do not depend on the mesh. All ranks must call this together; only rank 0 gets
         full tensors.
@@ -132,12 +156,14 @@ class Trainer:
         for name, p in self.strategy.parameters.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 found[f"optimizer/{name}/{key}"] = self.strategy.gather(torch.as_tensor(value))
+        if self.average is not None:
+            found |= self.average.tensors()
         for i, state in enumerate(self.carried):
             found |= self.strategy.gather_state(state, f"state{i}")
         return found
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what `tensors` returned."""
+        """Restore what `tensors` returned, on any mesh and with any number of micro-batches."""
         for name, p in self.strategy.parameters.items():
             prefix = f"optimizer/{name}/"
             moments: dict[str, Any] = {
@@ -150,9 +176,13 @@ class Trainer:
                     moments[key] = int(x)  # Adafactor counts steps in integers
             if moments:
                 self.optimizer.state[p] = moments
-        n_states = len({key.split("/")[0] for key in tensors if key.startswith("state")})
+        if self.average is not None:
+            self.average.load_tensors(tensors)
+        n_parts = self.config.train.accumulate
+        states = split_states(tensors, n_parts)
         self.carried = [
-            self.strategy.shard_state(tensors, f"state{i}").to(self.device) for i in range(n_states)
+            self.strategy.shard_state(states, f"state{i}").to(self.device)
+            for i in range(n_parts if states else 0)
         ]
         torch.set_rng_state(tensors["rng/cpu"])
         if "rng/cuda" in tensors and self.device.type == "cuda":

@@ -10,17 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_helpers import documents
 
-from transformer_vq.data.sources import enwik8
+from transformer_vq.config import DataConfig
+from transformer_vq.data.corpus import prepare
+from transformer_vq.data.sources import enwik8, selection
 from transformer_vq.data.sources.base import DataError
-from transformer_vq.data.sources.enwik8 import download, enwik8_source
+from transformer_vq.data.sources.enwik8 import download, enwik8_file
 
 CONTENT = np.random.default_rng(0).bytes(3_000_000)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-
-
-def split_bytes(source, split):
-    return b"".join(chunk.tokens.tobytes() for chunk in source.chunks(split))
 
 
 def write_zip(path, content):
@@ -28,28 +27,31 @@ def write_zip(path, content):
         archive.writestr("enwik8", content)
 
 
-def test_the_complete_file_has_the_published_splits(tmp_path, capsys):
-    path = tmp_path / "enwik8"
-    with open(path, "wb") as file:
-        file.truncate(100_000_000)
-        for position in (89_999_999, 94_999_999, 99_999_999):
-            file.seek(position)
-            file.write(b"x")
-    source = enwik8_source(path, tmp_path)
-    assert source.edges == (90_000_000, 95_000_000)
-    assert source.n_bytes == 100_000_000
-    assert split_bytes(source, "validation") == bytes(4_999_999) + b"x"
-    assert split_bytes(source, "test") == bytes(4_999_999) + b"x"
+def enwik8_corpus(path, tmp_path):
+    """Prepare enwik8 from a path."""
+    cache = str(tmp_path / "cache")
+    return prepare(DataConfig("enwik8", str(path), end_of_document=False, cache=cache))
+
+
+def test_the_complete_file_has_the_published_splits(tmp_path, monkeypatch, capsys):
+    assert (enwik8.SIZE, enwik8.EDGES) == (100_000_000, (90_000_000, 95_000_000))
+    for module in (enwik8, selection):
+        monkeypatch.setattr(module, "SIZE", 1000)
+    monkeypatch.setattr(selection, "EDGES", (700, 900))
+    (tmp_path / "enwik8").write_bytes(CONTENT[:1000])
+    corpus = enwik8_corpus(tmp_path / "enwik8", tmp_path)
+    assert documents(corpus, "train") == [CONTENT[:700]]
+    assert documents(corpus, "validation") == [CONTENT[700:900]]
+    assert documents(corpus, "test") == [CONTENT[900:1000]]
     assert capsys.readouterr().err == ""
 
 
 def test_a_file_of_another_size_is_split_in_proportion_with_a_warning(tmp_path, capsys):
-    path = tmp_path / "head"
-    path.write_bytes(CONTENT[:1000])
-    source = enwik8_source(path, tmp_path)
-    assert split_bytes(source, "train") == CONTENT[:900]
-    assert split_bytes(source, "validation") == CONTENT[900:950]
-    assert split_bytes(source, "test") == CONTENT[950:1000]
+    (tmp_path / "head").write_bytes(CONTENT[:1000])
+    corpus = enwik8_corpus(tmp_path / "head", tmp_path)
+    assert documents(corpus, "train") == [CONTENT[:900]]
+    assert documents(corpus, "validation") == [CONTENT[900:950]]
+    assert documents(corpus, "test") == [CONTENT[950:1000]]
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert "1,000 bytes" in lines[0]
@@ -61,23 +63,23 @@ def test_compressed_files_and_folders_are_accepted(tmp_path):
     with gzip.open(tmp_path / "other.gz", "wb") as file:
         file.write(CONTENT[:1000])
     for path in (tmp_path, tmp_path / "enwik8.zip", tmp_path / "other.gz"):
-        assert split_bytes(enwik8_source(path, tmp_path), "train") == CONTENT[:900]
+        assert documents(enwik8_corpus(path, tmp_path), "train") == [CONTENT[:900]]
 
 
 def test_a_plain_file_is_preferred_to_a_compressed_one(tmp_path):
     write_zip(tmp_path / "enwik8.zip", CONTENT[:1000])
     (tmp_path / "enwik8").write_bytes(CONTENT[:1000])
-    assert enwik8_source(tmp_path, tmp_path).files == (tmp_path / "enwik8",)
+    assert enwik8_file(tmp_path, tmp_path) == (tmp_path / "enwik8", 1000)
 
 
 def test_without_a_path_the_download_is_used(tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"run `tvq prepare enwik8` or give a file as --data\.path"):
-        enwik8_source(None, tmp_path)
+        enwik8_file(None, tmp_path)
     (tmp_path / "downloads").mkdir()
     path = tmp_path / "downloads/enwik8.zip"
     write_zip(path, CONTENT[:1000])
     monkeypatch.setattr(enwik8, "ZIP_SHA256", hashlib.sha256(path.read_bytes()).hexdigest())
-    assert split_bytes(enwik8_source(None, tmp_path), "train") == CONTENT[:900]
+    assert enwik8_file(None, tmp_path) == (path, 1000)
 
 
 def test_a_corrupt_download_is_rejected_without_network(tmp_path):
@@ -85,7 +87,7 @@ def test_a_corrupt_download_is_rejected_without_network(tmp_path):
     path = tmp_path / "downloads/enwik8.zip"
     write_zip(path, CONTENT[:1000])  # a valid zip file, but another one
     with pytest.raises(DataError, match="delete it and run `tvq prepare enwik8`") as raised:
-        enwik8_source(None, tmp_path)
+        enwik8_file(None, tmp_path)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -102,7 +104,7 @@ def test_missing_and_corrupt_files_are_rejected_in_one_line(tmp_path):
         (Path("/dev/zero"), "neither a regular file nor a folder"),
     ]:
         with pytest.raises(DataError, match=message) as raised:
-            enwik8_source(path, tmp_path)
+            enwik8_file(path, tmp_path)
         assert str(path) in str(raised.value)
         assert "\n" not in str(raised.value)
 

@@ -34,7 +34,7 @@ def write_images(folder, n):
 
 def prepared(folder):
     source = ImageFolder.from_folder(folder)
-    source.setup(folder)
+    source.setup(folder, folder)
     return source
 
 
@@ -119,7 +119,7 @@ def test_unreadable_files_are_skipped_with_a_warning_of_one_line(tmp_path, capsy
     (tmp_path / "cut.jpg").write_bytes(jpeg[: len(jpeg) // 2])
     source = ImageFolder.from_folder(tmp_path)
     assert source.n_bytes == 6 * 12288
-    source.setup(tmp_path)
+    source.setup(tmp_path, tmp_path)
     assert source.n_bytes == 4 * 12288
     assert [len(tokens_of(source, split)) for split in SPLITS] == [2, 1, 1]
     (line,) = capsys.readouterr().err.splitlines()
@@ -166,7 +166,7 @@ def test_an_interrupt_leaves_no_threads_and_no_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr(images, "progress_bar", lambda *_: nullcontext(interrupt))
     with pytest.raises(KeyboardInterrupt):
-        source.setup(tmp_path / "corpus")
+        source.setup(tmp_path / "corpus", tmp_path)
     assert threading.active_count() == n_threads
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "corpus"]
 

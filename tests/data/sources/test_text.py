@@ -1,218 +1,224 @@
-"""Text files as bytes: words, splits, and a fixed order of files."""
+"""Text of any format as documents: order, splits, tokens, and preparations that resume."""
 
-import gzip
+import json
 import os
-from pathlib import Path
+from dataclasses import replace
 
+import numpy as np
 import pytest
-from data_helpers import documents, rejection, text_source
-from hypothesis import given
-from hypothesis import strategies as st
+from data_helpers import CONTENT, documents, rejection, story
 
-from transformer_vq.data.sources import compression
+from transformer_vq.config import DataConfig
+from transformer_vq.data import shards, temporary
+from transformer_vq.data.corpus import prepare
 from transformer_vq.data.sources import text as module
-from transformer_vq.data.sources.base import SPLITS, DataError
-from transformer_vq.data.sources.paths import hash_order
-from transformer_vq.data.sources.text import ByteFiles, count_words, python_sources, text_files
+from transformer_vq.data.sources.base import SPLITS
+from transformer_vq.data.sources.text import python_sources
 
-CONTENT = b"".join(b"%d bottles\tof  beer,\r\n" % i for i in range(100))
-
-
-def n_words(source, split):
-    return sum(part.n_words for part in source.chunks(split))
+TEXTS = [f"Document {i}\n\n" + "".join(f"line {j} of {i}\n" for j in range(i)) for i in range(40)]
 
 
-@given(st.lists(st.text("ab \n\t\r\x0b\x0c", max_size=6)))
-def test_words_counted_in_chunks_match_the_complete_text(chunks):
-    total, in_word = 0, False
-    for chunk in chunks:
-        n, in_word = count_words(chunk.encode(), in_word)
-        total += n
-    text = "".join(chunks)
-    assert total == len(text.split())
-    assert in_word == (text != "" and not text[-1].isspace())
+@pytest.fixture
+def folder(tmp_path):
+    """The config of a folder with TEXTS."""
+    (tmp_path / "folder" / "below").mkdir(parents=True)
+    for i, text in enumerate(TEXTS):
+        name = f"below/{i}.md" if i % 2 else f"{i}.txt"
+        (tmp_path / "folder" / name).write_text(text)
+    return DataConfig(path=str(tmp_path / "folder"), cache=str(tmp_path / "cache"))
 
 
-@given(st.binary(), st.booleans())
-def test_empty_data_does_not_end_a_word(data, in_word):
-    assert count_words(b"", in_word) == (0, in_word)
-    first = count_words(data, in_word)
-    assert count_words(b"", first[1]) == (0, first[1])
+@pytest.fixture
+def jsonl(tmp_path, folder):
+    """The config of a JSONL file with TEXTS in another order."""
+    lines = [json.dumps({"id": i, "text": text}) for i, text in enumerate(TEXTS)]
+    (tmp_path / "data.jsonl").write_text("\n".join(reversed(lines)))
+    return replace(folder, path=(str(tmp_path / "data.jsonl"),))
 
 
-def test_only_ascii_white_space_separates_words():
-    assert count_words("a\u00a0b\u2003c \u3000".encode()) == (2, True)
+def all_documents(corpus):
+    return [text for split in corpus.sizes for text in documents(corpus, split)]
 
 
 @pytest.mark.parametrize(
-    ("n", "edges"), [(1000, (900, 950)), (999, (899, 949)), (20, (18, 19)), (100, (90, 95))]
+    "options",
+    [{}, {"end_of_document": False}, {"tokenizer": "bpe"}, {"tokenizer": "sentencepiece"}],
 )
-def test_splits_are_90_5_and_5_percent(tmp_path, n, edges):
-    path = tmp_path / "text"
-    path.write_bytes((CONTENT * 9)[:n])
-    source = text_source(path)
-    assert source.edges == edges
-    assert [b"".join(documents(source, split)) for split in SPLITS] == [
-        (CONTENT * 9)[low:high] for low, high in [(0, edges[0]), edges, (edges[1], n)]
-    ]
+def test_every_format_gives_the_same_tokens(folder, jsonl, options):
+    size = 300 if "tokenizer" in options else None
+    one = prepare(replace(folder, **options), size)
+    other = prepare(replace(jsonl, **options), size)
+    assert one.sha256 == other.sha256
+    assert one.tokenizer_sha256 == other.tokenizer_sha256
+    assert one.folder != other.folder
+    assert sorted(all_documents(one)) == sorted(text.encode() for text in TEXTS)
+    size = one.sizes["train"]
+    assert size.bytes == sum(map(len, documents(one, "train")))
+    assert size.words == sum(len(text.split()) for text in documents(one, "train"))
 
 
-def test_given_edges_are_used(tmp_path):
-    (tmp_path / "text").write_bytes(CONTENT)
-    source = ByteFiles.from_files(tmp_path / "text", [tmp_path / "text"], (10, 30))
-    assert documents(source, "validation") == [CONTENT[10:30]]
+def test_an_end_of_document_token_follows_each_document(folder):
+    corpus = prepare(folder)
+    assert (corpus.vocab_size, corpus.bos, corpus.tokenizer().eod) == (257, 256, 256)
+    for name in SPLITS:
+        split = corpus.split(name)
+        ends = np.append(split.starts[1:], len(split)) - 1
+        assert (split.tokens[ends] == 256).all()
+        assert np.count_nonzero(split.tokens == 256) == len(ends)
+        assert split.size.tokens == split.size.bytes + split.size.documents
+    plain = prepare(replace(folder, end_of_document=False))
+    assert plain.vocab_size == 256
+    assert plain.sizes["train"].tokens == plain.sizes["train"].bytes
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 100, 1 << 20])
-def test_the_chunk_size_does_not_change_documents_and_words(tmp_path, monkeypatch, chunk):
-    for i in range(7):
-        (tmp_path / f"{i}").write_bytes(CONTENT[: 50 * i + 30])
-    source = text_source(tmp_path)
-    want = [(documents(source, split), n_words(source, split)) for split in SPLITS]
-    monkeypatch.setattr(module, "CHUNK", chunk)
-    monkeypatch.setattr(compression, "CHUNK", chunk)
-    source = text_source(tmp_path)
-    assert [(documents(source, split), n_words(source, split)) for split in SPLITS] == want
-    longest = max(len(part.tokens) for part in source.chunks("train"))
-    assert longest <= chunk
+def test_a_divided_document_has_one_end(text):
+    corpus = prepare(replace(text, end_of_document=True))
+    ends = {name: (corpus.split(name).tokens == 256).sum() for name in SPLITS}
+    assert ends == {"train": 0, "validation": 0, "test": 1}
+    assert b"".join(all_documents(corpus)) == CONTENT
 
 
-def test_words_are_counted_per_document(tmp_path):
-    for i in range(20):
-        (tmp_path / f"{i}").write_bytes(b"no line end")
-    source = text_source(tmp_path)
-    assert source.edges == (198, 209)  # 18 files, 1 file, 1 file
-    assert [n_words(source, split) for split in SPLITS] == [54, 3, 3]
-
-
-def test_a_file_divided_between_splits_is_a_document_in_each(tmp_path):
-    (tmp_path / "text").write_bytes(CONTENT)
-    source = text_source(tmp_path / "text")
-    low, high = source.edges
-    assert documents(source, "train") == [CONTENT[:low]]
-    assert documents(source, "validation") == [CONTENT[low:high]]
-    assert documents(source, "test") == [CONTENT[high:]]
-
-
-def test_each_file_is_a_document_and_none_is_lost(tmp_path):
-    contents = {tmp_path / f"{i}.txt": b"%d " % i * (i + 5) for i in range(40)}
-    for path, content in contents.items():
-        path.write_bytes(content)
-    source = text_source(tmp_path)
-    assert set(source.files) == set(contents)
-    assert b"".join(d for split in SPLITS for d in documents(source, split)) == b"".join(
-        contents[file] for file in source.files
+def test_explicit_splits_are_used_as_they_are(tmp_path, folder):
+    for name in ("valid", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"only {name}"}))
+    config = replace(
+        folder,
+        validation_path=(str(tmp_path / "valid.jsonl"),),
+        test_path=(str(tmp_path / "test.jsonl"),),
     )
-    want = [contents[file] for file in source.files]
-    train = documents(source, "train")
-    assert train[:-1] == want[: len(train) - 1]
-    assert want[len(train) - 1].startswith(train[-1])
+    corpus = prepare(config)
+    assert documents(corpus, "validation") == [b"only valid"]
+    assert documents(corpus, "test") == [b"only test"]
+    assert sorted(documents(corpus, "train")) == sorted(text.encode() for text in TEXTS)
 
 
-def test_the_order_of_files_does_not_depend_on_the_file_system(tmp_path, monkeypatch):
-    for name in ("b/2", "a/1", "c", "a/z/3", "d"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("x")
-    files = text_files(tmp_path)
-    assert len(files) == 5
-    listed = list(os.walk(tmp_path))
-    for order in (sorted(listed), sorted(listed, reverse=True)):
-        monkeypatch.setattr(os, "walk", lambda *_, order=order, **__: iter(order))
-        assert text_files(tmp_path) == files
+def test_shares_of_zero_leave_everything_for_training(folder):
+    corpus = prepare(replace(folder, validation_share=0.0, test_share=0.0))
+    assert list(corpus.sizes) == ["train"]
+    assert len(documents(corpus, "train")) == len(TEXTS)
+    assert "there is no test split; set --data.test-share" in rejection(corpus.split, "test")
 
 
-def test_the_order_of_files_depends_on_their_names_only(tmp_path):
-    names = [f"{i}" for i in range(10)]
-    here, there = (hash_order(root, [root / n for n in names]) for root in (tmp_path, Path("/x/y")))
-    assert [f.name for f in here] == [f.name for f in there]
-    assert [f.name for f in here] != names
+def test_parts_with_weights_stay_together(tmp_path, folder):
+    (tmp_path / "other.txt").write_text(story())
+    corpus = prepare(
+        replace(folder, path=(*folder.path, str(tmp_path / "other.txt")), weights=(2, 1))
+    )
+    split = corpus.split("train")
+    first, second = split.parts
+    assert first + second == len(split)
+    assert bytes(split.tokens[first:].tolist()) == story().encode()[:second]
+    assert set(documents(corpus, "train")[:-1]) <= {text.encode() for text in TEXTS}
 
 
-def test_file_names_that_are_not_utf8_are_accepted(tmp_path):
-    odd = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9"))
-    odd.write_text("x" * 60)
-    (tmp_path / "plain").write_text("y" * 40)
-    source = text_source(tmp_path)
-    assert set(source.files) == {odd, tmp_path / "plain"}
-    assert b"".join(documents(source, "train")).count(b"x") >= 50
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_an_interrupted_preparation_resumes(folder, monkeypatch, tokenizer):
+    config = replace(folder, tokenizer=tokenizer)
+    vocab_size = 300 if tokenizer == "bpe" else None
+    want = prepare(config, vocab_size).sha256
+    for name in os.listdir(config.cache):
+        os.rename(os.path.join(config.cache, name), f"{config.cache}-{name}")
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(shards, "BATCH_BYTES", 500)
+    n_encoded = 0
+    count_words = shards.count_words
+
+    def count(*arguments):
+        nonlocal n_encoded
+        n_encoded += 1
+        if n_encoded == 25:
+            raise KeyboardInterrupt
+        return count_words(*arguments)
+
+    monkeypatch.setattr(shards, "count_words", count)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(config, vocab_size)
+    assert [name for name in os.listdir(config.cache) if name.endswith(".work")]
+    scanned, learned = [], []
+    monkeypatch.setattr(module, "scan_documents", lambda *_: scanned.append(1))
+    monkeypatch.setattr(module, "learn_tokenizer", lambda *_: learned.append(1))
+    corpus = prepare(config, vocab_size)
+    assert corpus.sha256 == want
+    assert n_encoded < 25 + len(TEXTS) - 5
+    assert (scanned, learned) == ([], [])
+    assert os.listdir(config.cache) == [corpus.folder.name]
 
 
-def test_hidden_and_empty_files_are_skipped(tmp_path):
-    for name in (".hidden", ".git/config", "a/.b/c", "kept", "a/kept too"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("text")
+def test_old_work_folders_are_deleted(folder, tmp_path):
+    old = tmp_path / "cache" / ".text-0123456789abcdef.work"
+    new = tmp_path / "cache" / ".text-fedcba9876543210.work"
+    for path in (old, new):
+        path.mkdir(parents=True)
+        (path / "00000.bin").write_text("x")
+    os.utime(old, (0, 0))
+    prepare(folder)
+    assert not old.exists()
+    assert new.exists()
+    assert temporary.MAX_AGE > 24 * 3600
+
+
+def test_data_that_change_while_they_are_read_are_rejected(folder, monkeypatch, tmp_path):
+    scan = module.scan_documents
+
+    def scan_and_change(*arguments):
+        found = scan(*arguments)
+        (tmp_path / "folder" / "0.txt").write_text("quite another text")
+        return found
+
+    monkeypatch.setattr(module, "scan_documents", scan_and_change)
+    assert "changed while they were read" in rejection(prepare, folder)
+    assert os.listdir(folder.cache) == []
+
+
+def test_a_lossy_tokenizer_is_reported(folder, tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    lossy = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1}, "[UNK]"))
+    lossy.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    lossy.add_special_tokens(["</s>"])
+    lossy.save(str(tmp_path / "tokenizer.json"))
+    prepare(replace(folder, tokenizer=str(tmp_path / "tokenizer.json")))
+    assert "100.0% of the checked segments differ" in capsys.readouterr().err
+
+
+def test_empty_documents_are_skipped_and_counted(folder, tmp_path, capsys):
+    (tmp_path / "folder" / "empty.txt").write_text("")
+    corpus = prepare(folder)
+    assert len(all_documents(corpus)) == len(TEXTS)
+    assert "1 of 41 documents are empty" in capsys.readouterr().err
+
+
+def test_a_path_without_text_is_rejected(tmp_path, folder):
     (tmp_path / "empty").write_text("")
-    (tmp_path / "empty.gz").write_bytes(gzip.compress(b""))
-    source = text_source(tmp_path)
-    assert {str(f.relative_to(tmp_path)) for f in source.files} == {"kept", "a/kept too"}
-    assert source.n_bytes == 8
+    config = replace(folder, path=(str(tmp_path / "empty"),))
+    assert rejection(prepare, config).startswith(f"{tmp_path}/empty is empty")
 
 
-def test_a_folder_inside_a_hidden_folder_is_accepted(tmp_path):
-    root = tmp_path / ".cache" / "texts"
-    root.mkdir(parents=True)
-    (root / "one").write_text("text")
-    assert text_files(root) == [root / "one"]
+def test_the_fingerprint_depends_on_content_names_times_and_settings(folder, tmp_path):
+    names = {prepare(folder).folder.name}
+    for options in (
+        {"end_of_document": False},
+        {"validation_share": 0.1},
+        {"test_path": folder.path},
+        {"format": "text"},
+    ):
+        names.add(prepare(replace(folder, **options)).folder.name)
+    os.utime(tmp_path / "folder" / "0.txt", (0, 0))
+    names.add(prepare(folder).folder.name)
+    (tmp_path / "folder" / "0.txt").rename(tmp_path / "folder" / "other.txt")
+    names.add(prepare(folder).folder.name)
+    assert len(names) == 6  # --data.format text is what is recognized anyway
 
 
-def test_a_file_that_becomes_shorter_is_rejected(tmp_path):
-    (tmp_path / "text").write_bytes(CONTENT)
-    source = text_source(tmp_path / "text")
-    (tmp_path / "text").write_bytes(CONTENT[:100])
-    with pytest.raises(DataError, match="text: it has become shorter; it may"):
-        list(source.chunks("train"))
-
-
-def test_a_file_deleted_while_reading_is_reported(tmp_path):
-    (tmp_path / "text").write_bytes(CONTENT)
-    source = text_source(tmp_path / "text")
-    (tmp_path / "text").unlink()
-    with pytest.raises(DataError, match=r"cannot read .*text: .*No such file"):
-        list(source.chunks("train"))
-
-
-def test_a_missing_path_is_rejected(tmp_path):
-    want = f"{tmp_path}/absent does not exist; --data.path must be a text file or a folder of them"
-    assert rejection(text_source, tmp_path / "absent") == want
-
-
-def test_a_file_that_becomes_longer_is_rejected(tmp_path):
-    (tmp_path / "text").write_bytes(CONTENT)
-    source = text_source(tmp_path / "text")
-    (tmp_path / "text").write_bytes(CONTENT + b"more")
-    list(source.chunks("train"))
-    with pytest.raises(DataError, match="text: it has become longer"):
-        list(source.chunks("test"))
-
-
-def test_an_empty_file_is_rejected(tmp_path):
-    (tmp_path / "text").write_text("")
-    assert rejection(text_source, tmp_path / "text").startswith(f"{tmp_path}/text is empty")
-
-
-def test_a_folder_without_text_is_rejected(tmp_path):
-    (tmp_path / "empty").write_text("")
-    assert rejection(text_source, tmp_path).startswith(f"{tmp_path} contains no text; ")
-
-
-def test_the_fingerprint_depends_on_content_names_times_and_edges(tmp_path):
-    path = tmp_path / "text"
-    path.write_bytes(CONTENT)
-    first = text_source(path).fingerprint()
-    assert text_source(path).fingerprint() == first
-    assert ByteFiles.from_files(path, [path], (10, 20)).fingerprint() != first
-    assert text_source(path.rename(tmp_path / "other")).fingerprint() != first
-    path.write_bytes(CONTENT)
-    os.utime(path, (0, 0))
-    assert text_source(path).fingerprint() != first
+def test_a_moved_folder_is_not_prepared_again(folder, tmp_path):
+    first = prepare(folder)
+    (tmp_path / "folder").rename(tmp_path / "moved")
+    assert prepare(replace(folder, path=(str(tmp_path / "moved"),))).folder == first.folder
 
 
 def test_python_sources_are_hundreds_of_files_without_tests():
-    root, files = python_sources()
+    files = python_sources()
     assert len(files) > 300
-    assert root / "argparse.py" in files
+    assert any(file.name == "argparse.py" for file in files)
     for file in files:
         assert file.suffix == ".py"
-        parts = set(file.relative_to(root).parts)
-        assert not parts & {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-    assert hash_order(root, files) == files
+        assert not set(file.parts) & {"test", "tests", "idle_test", "site-packages"}

@@ -12,6 +12,7 @@ from transformer_vq.cli.bench.decode import Decode
 from transformer_vq.cli.bench.demo import Demo
 from transformer_vq.cli.bench.documents import Documents
 from transformer_vq.cli.bench.profile import Profile
+from transformer_vq.cli.bench.tokenize import Tokenize
 from transformer_vq.cli.bench.train import Train
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Demo",
     "Documents",
     "Profile",
+    "Tokenize",
     "Train",
     "run",
 ]
@@ -35,6 +37,7 @@ BENCHES: dict[str, str] = {
     "documents": "cost of packed documents in training",
     "decode": "speed, state size and memory of decoding by context length",
     "context": "context parallelism: bytes sent, and lengths that fit in memory",
+    "tokenize": "throughput and memory of preparing text",
     "compare": "curves and test results of several runs in one record",
     "demo": "train `tiny` in minutes, compare it with n-grams, generate text",
 }

@@ -27,6 +27,8 @@ class Chunk:
     """Whether a document starts with this chunk."""
     n_bytes: int
     n_words: int = 0
+    part: int = 0
+    """The part of the corpus it belongs to; parts are in ascending order."""
 
 
 class Source(Protocol):
@@ -46,16 +48,25 @@ class Source(Protocol):
         ...
 
     @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that it has, in the order of SPLITS."""
+        ...
+
+    @property
     def n_bytes(self) -> int:
-        """The size of all splits together, for the progress bar."""
+        """The size of all splits together, for the progress bar; known after `setup`."""
         ...
 
     def fingerprint(self) -> list[object]:
         """Return JSON values that change whenever the tokens may change."""
         ...
 
-    def setup(self, folder: Path) -> None:
-        """Prepare for `chunks`; files written to `folder` become part of the corpus."""
+    def setup(self, folder: Path, work: Path) -> None:
+        """Prepare for `chunks`; files written to `folder` become part of the corpus.
+
+        work: a folder for intermediate results. It is kept if the preparation is interrupted, so
+        that the next one can resume.
+        """
         ...
 
     def chunks(self, split: str) -> Iterator[Chunk]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import http.client
 import os
-from dataclasses import replace
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from transformer_vq.data.sources.base import DataError
-from transformer_vq.data.sources.compression import CHUNK
-from transformer_vq.data.sources.paths import path_kind
-from transformer_vq.data.sources.text import ByteFiles
+from transformer_vq.data.sources.compression import CHUNK, decompressed_size
+from transformer_vq.data.sources.paths import READ_ERRORS, error_reason, path_kind
 from transformer_vq.files import PARTIAL, CorruptFileError, file_digest
 from transformer_vq.progress import progress_bar, warn
 
@@ -25,21 +23,26 @@ NAMES = ("enwik8", "enwik8.zip", "enwik8.xz", "enwik8.gz", "enwik8.bz2")
 TIMEOUT = 30.0  # seconds without a byte
 
 
-def enwik8_source(path: Path | None, cache: Path) -> ByteFiles:
-    """Return enwik8 with its published splits: 90M, 5M and 5M bytes.
+def enwik8_file(path: Path | None, cache: Path) -> tuple[Path, int]:
+    """Return the file with enwik8, compressed or not, and its decompressed size.
 
-    path: the file, compressed or not, or its folder; None uses the file that `download` saved.
-    A file of another size is split in the same proportions, with a warning.
+    path: the file or its folder; None uses the file that `download` saved. Warns if the size is not
+    that of enwik8: the file is then split in the same proportions.
     """
     file = _find_file(path, cache)
-    source = ByteFiles.from_files(file, [file])
-    if source.n_bytes == SIZE:
-        return replace(source, edges=EDGES)
-    warn(
-        f"{file} has {source.n_bytes:,} bytes instead of the {SIZE:,} of enwik8: "
-        "results cannot be compared with published ones"
-    )
-    return source
+    try:
+        size = decompressed_size(file)
+    except READ_ERRORS as error:
+        raise DataError(
+            f"cannot read {file}: {error_reason(error)}; it may be incomplete, copy or download it "
+            "again"
+        ) from error
+    if size != SIZE:
+        warn(
+            f"{file} has {size:,} bytes instead of the {SIZE:,} of enwik8: results cannot be "
+            "compared with published ones"
+        )
+    return file, size
 
 
 def download(cache: Path, url: str = URL, size: int = ZIP_SIZE, sha256: str = ZIP_SHA256) -> Path:

@@ -12,7 +12,7 @@ from typing import IO
 
 import numpy as np
 
-from transformer_vq.data.sources.base import Chunk, DataError, file_ranges
+from transformer_vq.data.sources.base import SPLITS, Chunk, DataError, file_ranges
 from transformer_vq.data.sources.paths import (
     READ_ERRORS,
     check_folder,
@@ -46,6 +46,7 @@ class ImageNet64:
     vocab_size: int = 256
     bos: int = 0
     has_words: bool = False
+    splits: tuple[str, ...] = SPLITS
 
     @classmethod
     def from_folder(cls, root: Path) -> ImageNet64:
@@ -74,7 +75,7 @@ class ImageNet64:
     def fingerprint(self) -> list[object]:
         return [[file_fingerprint(file, self.root) for file in self.files], list(self.edges)]
 
-    def setup(self, folder: Path) -> None:
+    def setup(self, folder: Path, work: Path) -> None:
         """Do nothing: color values are tokens already."""
 
     def chunks(self, split: str) -> Iterator[Chunk]:

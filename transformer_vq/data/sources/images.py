@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer_vq.data.sources.base import Chunk, DataError, split_range
+from transformer_vq.data.sources.base import SPLITS, Chunk, DataError, split_range
 from transformer_vq.data.sources.paths import (
     check_folder,
     error_reason,
@@ -40,6 +40,7 @@ class ImageFolder:
     vocab_size: int = 256
     bos: int = 0
     has_words: bool = False
+    splits: tuple[str, ...] = SPLITS
     _rows: np.ndarray | None = field(default=None, init=False, repr=False)
     """Tokens of all readable images, [n, 12288]; None until `setup` has decoded them."""
 
@@ -63,7 +64,7 @@ class ImageFolder:
             digest.update(repr(file_fingerprint(file, self.root)).encode())
         return [len(self.files), digest.hexdigest()]
 
-    def setup(self, folder: Path) -> None:
+    def setup(self, folder: Path, work: Path) -> None:
         """Decode all images into an unnamed file, because only readable images are split."""
         n_files, failures = len(self.files), []
         with (

@@ -21,13 +21,21 @@ READ_ERRORS = (
     *(struct.error, lzma.LZMAError, zipfile.BadZipFile, zlib.error),
 )
 """What Python's readers raise for corrupt or unsupported files. DataError is a ValueError, so catch
-it first."""
+it first. Readers of other packages convert their errors to these."""
 
 
 def error_reason(error: Exception) -> str:
     """Return why something failed, in one line."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return " ".join(str(text).split())
+
+
+def expand_user(path: str, option: str) -> Path:
+    """Return a path with `~` expanded. option: the option that gave it, for the message."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{option} {path}: unknown home folder; give a full path") from error
 
 
 def path_kind(path: Path, fix: str) -> Literal["file", "folder"]:
@@ -56,12 +64,16 @@ def check_folder(path: Path, fix: str) -> None:
 
 
 def list_files(
-    folder: Path, recursive: bool = True, wanted: Callable[[str], bool] = lambda name: True
+    folder: Path,
+    recursive: bool = True,
+    wanted: Callable[[str], bool] = lambda name: True,
+    broken_links: bool = False,
 ) -> list[Path]:
     """Return the regular files in a folder whose names are `wanted`, except hidden ones.
 
-    Warns about pipes, devices and broken symbolic links. Raises DataError if a folder cannot be
-    listed, because its files would be missing silently.
+    broken_links: also return broken symbolic links, so that the caller can reject them.
+    Warns about pipes, devices and links that are not followed. Raises DataError if a folder cannot
+    be listed, because its files would be missing silently.
     """
 
     def fail(error: OSError) -> None:
@@ -71,12 +83,20 @@ def list_files(
 
     found: list[Path] = []
     skipped: list[Path] = []
+    linked: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if recursive and not name.startswith(".")]
+        linked += [Path(parent, name) for name in folders if os.path.islink(Path(parent, name))]
         for name in names:
             if not name.startswith(".") and wanted(name):
                 path = Path(parent, name)
-                (found if os.path.isfile(path) else skipped).append(path)
+                is_file = os.path.isfile(path) or (broken_links and not os.path.exists(path))
+                (found if is_file else skipped).append(path)
+    if linked:
+        warn(
+            f"{len(linked):,} links to other folders in {folder} are not followed, "
+            f"for example {min(linked)}"
+        )
     if skipped:
         warn(
             f"{len(skipped):,} entries of {folder} are not regular files and are skipped, "

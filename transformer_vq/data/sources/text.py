@@ -1,181 +1,195 @@
-"""Text files as byte tokens: any file or folder of text, and the sources of Python itself."""
+"""Text: documents from files of any text format, or the sources of Python itself."""
 
 from __future__ import annotations
 
-import json
 import os
 import sysconfig
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
 
-from transformer_vq.data.sources.base import Chunk, DataError, file_ranges
-from transformer_vq.data.sources.compression import CHUNK, decompressed_size, open_decompressed
-from transformer_vq.data.sources.paths import (
-    READ_ERRORS,
-    error_reason,
-    file_fingerprint,
-    hash_order,
-    list_files,
-    path_kind,
+from transformer_vq.config.data import LearnedTokenizer
+from transformer_vq.data.corpus_writer import token_dtype
+from transformer_vq.data.scan import Plan, Scan, plan_splits, scan_documents
+from transformer_vq.data.segments import Fragment, cut_documents, segments, unix_newlines
+from transformer_vq.data.shards import (
+    RoundTrip,
+    Shards,
+    ShardWriter,
+    encode_bytes,
+    encode_segments,
 )
+from transformer_vq.data.sources.base import SPLITS, Chunk, DataError
+from transformer_vq.data.sources.inputs import Input
+from transformer_vq.data.sources.paths import file_fingerprint
+from transformer_vq.data.sources.readers import Piece, ReadCounts, read_pieces
+from transformer_vq.data.tokenizer_training import learn_tokenizer
+from transformer_vq.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from transformer_vq.files import atomic_folder
+from transformer_vq.progress import progress_bar, warn
 
-TRAIN_SHARE, VALIDATION_SHARE = 0.90, 0.05
-_COMPRESSED = (".zip", ".zst", ".gz", ".xz", ".bz2")
-_STRUCTURED = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")
-_MAX_LINE = 1 << 24
+LEARNED_BOS = {"bpe": 0, "sentencepiece": 1}
 
 
 @dataclass(frozen=True)
-class ByteFiles:
-    """The bytes of files, one document per file; splits are ranges of all bytes together."""
+class Group:
+    """Files that are treated alike."""
 
-    root: Path
-    files: tuple[Path, ...]
-    sizes: tuple[int, ...]
-    edges: tuple[int, int]
-    """Where validation and test start, counted in bytes over all files."""
-    vocab_size: int = 256
-    bos: int = 0
+    inputs: tuple[Input, ...]
+    split: str | None = None
+    """The split they belong to; None divides them by share."""
+    part: int = 0
+    """Index of the weight with which they are sampled."""
+
+
+@dataclass
+class TextSource:
+    """Documents as tokens, ordered by a digest of their content."""
+
+    groups: Sequence[Group]
+    vocab_size: int
+    tokenizer: Tokenizer | None
+    """None if it is learned in `setup`."""
+    learned: LearnedTokenizer = "bpe"
+    """Tokenizer to learn if none is given."""
+    ends_documents: bool = False
+    text_field: str | None = None
+    shares: tuple[float, float] = (0.05, 0.05)
+    """Of validation and test, for groups without a split."""
+    edges: tuple[int, int] | None = None
+    """Where validation and test start, in bytes, instead of shares."""
+    replace_crlf: bool = False
+    """Read CRLF as LF."""
     has_words: bool = True
-
-    @classmethod
-    def from_files(
-        cls, root: Path, files: list[Path], edges: tuple[int, int] | None = None
-    ) -> ByteFiles:
-        """Measure the files and skip empty ones. Without `edges`, the splits are 90, 5 and 5 %."""
-        sized = [(file, _size(file)) for file in files]
-        sized = [(file, size) for file, size in sized if size > 0]
-        total = sum(size for _, size in sized)
-        if total == 0:
-            problem = f"{root} is empty" if root.is_file() else f"{root} contains no text"
-            raise DataError(f"{problem}; give another --data.path")
-        if edges is None:
-            test = round(total * (TRAIN_SHARE + VALIDATION_SHARE))
-            edges = (round(total * TRAIN_SHARE), test)
-        return cls(root, tuple(f for f, _ in sized), tuple(n for _, n in sized), edges)
+    n_bytes: int = 0
+    """Bytes of all documents; known after `setup`."""
+    _eod: int | None = field(default=None, repr=False)
+    _plan: Plan | None = field(default=None, repr=False)
+    _shards: Shards | None = field(default=None, repr=False)
 
     @property
-    def n_bytes(self) -> int:
-        return sum(self.sizes)
+    def bos(self) -> int:
+        return LEARNED_BOS[self.learned] if self.tokenizer is None else self.tokenizer.bos
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that contain documents."""
+        given = {group.split for group in self.groups}
+        shares = dict(zip(SPLITS[1:], self.shares, strict=True))
+        by_share = {name for name in SPLITS if shares.get(name, 1.0) > 0} if None in given else {}
+        return tuple(name for name in SPLITS if name in given or name in by_share)
 
     def fingerprint(self) -> list[object]:
-        root = self.root.parent if self.root.is_file() else self.root
-        return [[file_fingerprint(file, root) for file in self.files], list(self.edges)]
+        parents = [str(file.path.absolute().parent) for g in self.groups for file in g.inputs]
+        root = Path(os.path.commonpath(parents))
+        files: list[object] = []
+        for group in self.groups:
+            for file in group.inputs:
+                about = file_fingerprint(file.path.absolute(), root)
+                files.append([group.split, group.part, file.format, file.member, *about])
+        tokenizer: list[object] = [self.learned]
+        if self.tokenizer is not None:
+            tokenizer = [self.tokenizer.sha256, self.tokenizer.bos, self.tokenizer.eod]
+        settings = [self.text_field, self.shares, self.edges, self.replace_crlf]
+        return [files, tokenizer, self.ends_documents, *settings]
 
-    def setup(self, folder: Path) -> None:
-        """Do nothing: bytes need no vocabulary."""
+    def setup(self, folder: Path, work: Path) -> None:
+        """Read and tokenize all documents; resume what an interrupted preparation has left."""
+        scan = self._scan(work / "scan.npz")
+        self.n_bytes = int(scan.sizes.sum())
+        self._plan = plan_splits(scan, self.shares, self.edges)
+        tokenizer = self.tokenizer or self._learn(self._plan, work)
+        tokenizer.save(folder)
+        self._eod = tokenizer.eod
+        self._shards = self._tokenize(self._plan, tokenizer, work)
+        read = self._shards.bytes_by_fragment(len(self._plan.splits)).sum()
+        if read != self.n_bytes:
+            raise DataError("the files changed while they were read; run the command again")
 
     def chunks(self, split: str) -> Iterator[Chunk]:
-        for index, first, last in file_ranges(split, self.edges, self.sizes):
-            yield from _read(self.files[index], first, last, is_end=last == self.sizes[index])
+        """Yield the documents of a split, ordered by content."""
+        assert self._plan is not None, "call setup() first"
+        assert self._shards is not None
+        end = [] if self._eod is None else [self._eod]
+        eod = np.array(end, dtype=token_dtype(self.vocab_size))
+        for fragment in self._plan.fragments(split).tolist():
+            part = int(self._plan.parts[fragment])
+            starts = True
+            for item in self._shards.read(fragment):
+                yield Chunk(item.tokens, starts, item.n_bytes, item.n_words, part)
+                starts = False
+            if len(eod) and self._plan.ends[fragment] and not starts:
+                yield Chunk(eod, False, 0, 0, part)
+
+    def _pieces(self, group: Group, counts: ReadCounts | None = None) -> Iterator[Piece]:
+        pieces = read_pieces(group.inputs, self.text_field, counts)
+        return unix_newlines(pieces) if self.replace_crlf else pieces
+
+    def _fragments(self, plan: Plan) -> Iterator[Fragment]:
+        pieces = chain.from_iterable(map(self._pieces, self.groups))
+        return cut_documents(pieces, plan.cuts, not isinstance(self.tokenizer, ByteTokenizer))
+
+    def _scan(self, path: Path) -> Scan:
+        """Measure all documents. path: stores the result for a resumed preparation."""
+        if path.is_file():
+            return Scan.load(path)
+        counts, scans = ReadCounts(), []
+        with progress_bar("reading", None, "B") as advance:
+            for group in self.groups:
+                pieces = self._pieces(group, counts)
+                scans.append(scan_documents(pieces, group.split, group.part, advance))
+        for group, found in zip(self.groups, scans, strict=True):
+            if not len(found.sizes):
+                raise DataError(_no_text(group))
+        if counts.empty:
+            warn(f"{counts.empty:,} of {counts.documents:,} documents are empty and were skipped")
+        scan = Scan.concatenate(scans)
+        scan.save(path)
+        return scan
+
+    def _learn(self, plan: Plan, work: Path) -> Tokenizer:
+        """Learn the vocabulary from the training documents, unless that is already done."""
+        folder = work / "tokenizer"
+        if not folder.is_dir():
+            is_train = plan.splits == SPLITS.index("train")
+            fragments = (x for x in self._fragments(plan) if is_train[x.number])
+            texts = (segment.text for segment in segments(fragments, at_lines=True))
+            with atomic_folder(folder) as partial:
+                learn_tokenizer(self.learned, texts, self.vocab_size, partial, self.n_bytes)
+        return load_tokenizer(folder, end_of_document=self.ends_documents)
+
+    def _tokenize(self, plan: Plan, tokenizer: Tokenizer, work: Path) -> Shards:
+        writer = ShardWriter(work, token_dtype(self.vocab_size))
+        fragments, round_trip = self._fragments(plan), RoundTrip()
+        if isinstance(tokenizer, ByteTokenizer):
+            items = encode_bytes(islice(fragments, writer.n_done, None))
+        else:
+            found = islice(segments(fragments, tokenizer.encodes_lines), writer.n_done, None)
+            items = encode_segments(found, tokenizer, round_trip)
+        with progress_bar("tokenizing", self.n_bytes, "B", writer.bytes_done) as advance:
+            shards = writer.write(items, advance)
+        if round_trip.lossy:
+            share = round_trip.lossy / round_trip.checked
+            warn(
+                f"the tokenizer changes the text: {share:.1%} of the checked segments differ after "
+                "decoding; bits per byte still refer to the original bytes"
+            )
+        return shards
 
 
-def text_files(path: Path) -> list[Path]:
-    """Return the file itself, or all files below a folder in a fixed pseudorandom order.
-
-    Hidden files are skipped. Raises DataError for files that are not plain text, such as JSONL.
-    """
-    is_file = path_kind(path, "--data.path must be a text file or a folder of them") == "file"
-    files = [path] if is_file else hash_order(path, list_files(path))
-    _reject_structured(files, is_file)
-    return files
+def _no_text(group: Group) -> str:
+    first = group.inputs[0].name
+    if len(group.inputs) == 1:
+        return f"{first} is empty; give another file"
+    return f"all {len(group.inputs):,} files are empty, for example {first}; give other files"
 
 
-def python_sources() -> tuple[Path, list[Path]]:
-    """Return the folder of Python's standard library and its source files, without tests."""
+def python_sources() -> list[Path]:
+    """Return the source files of Python's standard library, without tests and empty files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = [f for f in root.rglob("*.py") if not excluded & set(f.relative_to(root).parts)]
-    return root, hash_order(root, files)
-
-
-def count_words(data: bytes, in_word: bool = False) -> tuple[int, bool]:
-    """Count words separated by ASCII white space.
-
-    in_word: whether the preceding data ended inside a word, which is not counted again.
-    Returns the number of words and whether this data ends inside a word.
-    """
-    if not data:
-        return 0, in_word
-    n_words = len(data.split())
-    if in_word and not data[:1].isspace():
-        n_words -= 1  # it started in the preceding data
-    return n_words, not data[-1:].isspace()
-
-
-def _reject_structured(files: list[Path], is_single: bool) -> None:
-    """Reject files that store text in fields, because their raw bytes are rarely wanted.
-
-    JSON files in a folder are accepted: they are part of many source trees.
-    """
-    suffixes = (*_STRUCTURED, ".json") if is_single else _STRUCTURED
-    for file in sorted(files):
-        stem, suffix = os.path.splitext(file.name.lower())
-        if suffix in _COMPRESSED:  # as in x.jsonl.gz
-            suffix = os.path.splitext(stem)[1]
-        if suffix in suffixes:
-            kind = f"a {suffix[1:].upper()} file"
-        elif is_single and _has_json_lines(file):
-            kind = "a JSONL file by its content"
-        else:
-            continue
-        raise DataError(
-            f"{file} is {kind}, which is not supported; extract the text into .txt files and give "
-            "their folder as --data.path"
-        )
-
-
-def _has_json_lines(path: Path) -> bool:
-    """Return whether the first two non-empty lines are JSON objects."""
-    try:
-        with open_decompressed(path) as file:
-            lines = (line for line in iter(lambda: file.readline(_MAX_LINE), b"") if line.strip())
-            head = list(islice(lines, 2))
-    except READ_ERRORS as error:
-        raise _unreadable(path, error) from error
-    try:
-        return len(head) == 2 and all(isinstance(json.loads(line), dict) for line in head)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _size(path: Path) -> int:
-    try:
-        return decompressed_size(path)
-    except READ_ERRORS as error:
-        raise _unreadable(path, error) from error
-
-
-def _read(path: Path, first: int, last: int, is_end: bool) -> Iterator[Chunk]:
-    """Yield the bytes first to last of a file as one document.
-
-    is_end: whether the file must end at `last`.
-    """
-    in_word = False
-    position = first
-    try:
-        with open_decompressed(path) as file:
-            file.seek(first)
-            while position < last:
-                data = file.read(min(CHUNK, last - position))
-                if not data:
-                    raise EOFError("it has become shorter")
-                n_words, in_word = count_words(data, in_word)
-                tokens = np.frombuffer(data, dtype=np.uint8)
-                yield Chunk(tokens, position == first, len(data), n_words)
-                position += len(data)
-            if is_end and file.read(1):
-                raise EOFError("it has become longer")
-    except READ_ERRORS as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(
-        f"cannot read {path}: {error_reason(error)}; it may be incomplete, copy or download it "
-        "again"
-    )
+    found = [f for f in root.rglob("*.py") if not excluded & set(f.relative_to(root).parts)]
+    return sorted(file for file in found if file.stat().st_size > 0)

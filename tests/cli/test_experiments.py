@@ -1,0 +1,160 @@
+"""Config files, several paths per option, lists of runs, comparisons and reports."""
+
+import json
+import os
+import time
+
+import pytest
+from helpers import tiny_run
+from test_cli import last_json, options, user_error
+
+from transformer_vq.cli.arguments import parse
+from transformer_vq.cli.main import main
+from transformer_vq.cli.train import TrainOptions
+from transformer_vq.config.file_text import config_text
+from transformer_vq.config.files import read_config_file
+from transformer_vq.presets import PRESETS
+from transformer_vq.training.checkpoint import read_config
+
+MODEL = ("vocab_size", "d_model", "n_layer", "d_k", "n_code", "block_len")
+
+
+def printed(capsys, *arguments):
+    capsys.readouterr()
+    main([str(argument) for argument in arguments])
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--data.path a b c",
+        "--data.path a --data.path b --data.path c",
+        "--data.path=a --train.steps 7 --data.path b c",
+        "--data.path a b --json --data.path=c",
+    ],
+)
+def test_repeated_options_with_several_values_are_joined(tmp_path, line):
+    default = TrainOptions(PRESETS["tiny"], tmp_path)
+    assert parse(TrainOptions, line.split(), "train", default).run.data.path == ("a", "b", "c")
+
+
+def test_a_single_dash_and_weights_are_values(tmp_path):
+    line = ["--data.path", "-", "x", "--data.weights", "2", "--data.weights", "0.5"]
+    data = parse(TrainOptions, line, "train", TrainOptions(PRESETS["tiny"], tmp_path)).run.data
+    assert data.path == ("-", "x")
+    assert data.weights == (2.0, 0.5)
+
+
+@pytest.mark.parametrize("kind", ["toml", "yaml", "json"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_config_prints_a_file_that_gives_exactly_the_preset(tmp_path, capsys, preset, kind):
+    path = tmp_path / f"my.{kind}"
+    path.write_text(printed(capsys, "config", preset, "--format", kind))
+    assert read_config_file(path).apply(None) == PRESETS[preset]
+
+
+def test_config_applies_options_and_prints_only_changes(tmp_path, capsys):
+    line = ["--changed-only", "--model.n-code", "64", "--optim.grad-clip", "None"]
+    path = tmp_path / "my.toml"
+    path.write_text(printed(capsys, "config", "tiny", *line))
+    file = read_config_file(path)
+    assert file.preset == "tiny"
+    assert file.values == {"model": {"n_code": 64}, "optim": {"grad_clip": None}}
+    assert printed(capsys, "config", "--config", path, "--changed-only").count(" = ") == 3
+
+
+def test_later_sources_override_earlier_ones(tmp_path, capsys):
+    path = tmp_path / "my.toml"
+    path.write_text('preset = "small"\n[model]\nn-code = 64\nblock_len = 32\n')
+    line = ["--config", path, "--format", "json", "--model.block-len", "16"]
+    small = json.loads(printed(capsys, "config", *line))
+    assert small["model"]["n_code"] == 64
+    assert small["model"]["block_len"] == 16
+    assert small["model"]["d_model"] == PRESETS["small"].model.d_model
+    tiny = json.loads(printed(capsys, "config", "tiny", *line))
+    assert tiny["model"]["n_code"] == 64
+    assert tiny["model"]["d_model"] == PRESETS["tiny"].model.d_model
+
+
+def test_info_accepts_a_config_file(tmp_path, capsys):
+    path = tmp_path / "my.toml"
+    path.write_text('preset = "tiny"\n')
+    main(["info", "--config", str(path), "--json"])
+    ours = last_json(capsys)
+    main(["info", "tiny", "--json"])
+    assert ours == last_json(capsys) | {"name": "my"}
+
+
+def test_errors_in_config_files_name_the_key_as_written(tmp_path, capsys):
+    path = tmp_path / "my.toml"
+    path.write_text('preset = "tiny"\n[model]\nn_code = 0\n')
+    line = user_error(capsys, "train", "--config", path)
+    assert line == f"tvq: {path}: model.n_code=0: must be an integer of at least 1"
+    path.write_text('preset = "tinny"\n')
+    assert "unknown preset 'tinny' (did you mean tiny?)" in user_error(
+        capsys, "info", "--config", path
+    )
+    path.write_text('preset = "tiny"\n')
+    line = user_error(capsys, "train", "--config", path, "--model.n-code", "0")
+    assert line == "tvq: --model.n-code 0: must be an integer of at least 1"
+
+
+def test_training_compares_and_reports_two_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.toml").write_text(config_text(tiny_run(tmp_path)))
+    main(["train", "--config", "my.toml", "--train.steps", "5"])
+    config = read_config(tmp_path / "runs" / "my")
+    assert config.train.steps == 5
+    assert config.model == tiny_run(tmp_path).model
+    # The second run starts from the weights of the first, and so with its model.
+    fine_tuned = ["train", "tiny", *options(tmp_path, without=MODEL), "--out", "runs/tuned"]
+    main([*fine_tuned, "--train.init-from", "runs/my", "--model.p-dropres", "0.25"])
+    tuned = read_config(tmp_path / "runs" / "tuned").model
+    assert (tuned.d_model, tuned.n_code) == (config.model.d_model, config.model.n_code)
+    assert tuned.p_dropres == 0.25
+    # The config of the second run is complete without the first one.
+    (tmp_path / "runs" / "my").rename(tmp_path / "runs" / "moved")
+    assert f"d_model = {tuned.d_model}\n" in printed(capsys, "config", "runs/tuned")
+    (tmp_path / "runs" / "moved").rename(tmp_path / "runs" / "my")
+
+    old = time.time() - 1000
+    for path in (tmp_path / "runs" / "my").rglob("*"):
+        os.utime(path, (old, old))
+    out = printed(capsys, "runs", "--json")
+    header, first, second, record = out.splitlines()
+    assert header.split()[:3] == ["run", "status", "steps"]
+    assert (first.split()[:3], second.split()[:3]) == (
+        ["tuned", "finished", "10"],
+        ["my", "finished", "5"],
+    )
+    assert "17 min ago" in second
+    assert [run["name"] for run in json.loads(record)["runs"]] == ["tuned", "my"]
+    names = [line.split()[0] for line in printed(capsys, "runs", "--sort", "name").splitlines()]
+    assert names == ["run", "my", "tuned"]
+
+    assert printed(capsys, "plot", "runs/my", "runs/tuned", "--x", "time") == "comparison.png\n"
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert "the file exists" in user_error(capsys, "plot", "runs/my", "runs/tuned")
+    assert printed(capsys, "report", "runs/my", "--samples", "0") == "runs/my/report.html\n"
+    assert "<h1>my " in (tmp_path / "runs" / "my" / "report.html").read_text()
+
+
+def test_runs_explains_how_to_start_if_there_are_none(tmp_path, capsys):
+    out = printed(capsys, "runs", tmp_path, "--json")
+    assert "tvq train tiny" in out.splitlines()[0]
+    assert json.loads(out.splitlines()[1])["runs"] == []
+
+
+def test_runs_fit_80_columns_on_a_terminal(tmp_path, capsys, monkeypatch):
+    run = tmp_path / ("a-long-name-" * 5)
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    (run / "metrics.jsonl").write_text("")
+    assert run.name in printed(capsys, "runs", tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    _, row = printed(capsys, "runs", tmp_path).splitlines()
+    assert "corrupt" in row
+    assert run.name not in row
+    assert len(row.replace("\x1b[31m", "").replace("\x1b[0m", "")) <= 80

@@ -1,0 +1,364 @@
+"""Hugging Face tokenizers: ids of the library, text per token, special tokens, and bad files."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from data_helpers import is_lossless, rejection, story
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from transformer_vq.data.tokenizers import (
+    HFTokenizer,
+    SentencePieceTokenizer,
+    load_tokenizer,
+    open_tokenizer,
+)
+from transformer_vq.errors import MissingExtraError
+from transformer_vq.files import file_digest
+
+NASTY = [
+    "",
+    " ",
+    "  two  spaces ",
+    "\n\n\tA tab,\r\nboth line ends,\ra single one.\n",
+    "\u00e9t\u00e9, \u65e5\u672c\u8a9e, \U0001f600\u200d\U0001f680 e\u0301",
+    "a\u2581b \u2581\u2581",
+    "<s> </s> <unk> <0x41> <|endoftext|> [CLS] [SEP] ##a",
+    "\x00\x01\x7f\u00a0\u2028\u3000\ufeff\ufffd\U0010ffff",
+]
+BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def gpt2() -> Tokenizer:
+    """Return a byte-level tokenizer with bos = eos, as GPT-2 has it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return train(tokenizer, trainers.BpeTrainer, ["<|endoftext|>"], vocab_size=330)
+
+
+def llama() -> Tokenizer:
+    """Return a BPE tokenizer with byte fallback that puts a space before each text."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer = train(
+        tokenizer, trainers.BpeTrainer, ["<unk>", "<s>", "</s>", *BYTE_PIECES], vocab_size=420
+    )
+    layout = json.loads(tokenizer.to_str())
+    for token in layout["added_tokens"]:
+        token["special"] = token["content"] not in BYTE_PIECES
+    layout["added_tokens"] = [token for token in layout["added_tokens"] if token["special"]]
+    tokenizer = Tokenizer.from_str(json.dumps(layout))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return tokenizer
+
+
+def t5() -> Tokenizer:
+    """Return a unigram tokenizer that has the name of its eos token as an ordinary piece."""
+    letters = sorted(set(story()) - {" ", "\n"})
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("\u2581", -3.0)]
+    pieces += [("\u2581the", -2.0), *((letter, -4.0) for letter in [*letters, "<", ">", "/"])]
+    tokenizer = Tokenizer(models.Unigram(pieces, 2, False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    )
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    return tokenizer
+
+
+def bert() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    return train(tokenizer, trainers.WordPieceTrainer, special, vocab_size=120)
+
+
+def words() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return train(tokenizer, trainers.WordLevelTrainer, ["<unk>", "<eos>"], vocab_size=100)
+
+
+def train(tokenizer, trainer, special, **options) -> Tokenizer:
+    if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
+        options["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+    options |= {"special_tokens": special, "show_progress": False}
+    tokenizer.train_from_iterator([story()], trainer(**options))
+    return tokenizer
+
+
+KINDS = {"gpt2": gpt2, "llama": llama, "t5": t5, "bert": bert, "words": words}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return a folder with a tokenizer.json for each kind."""
+    root = tmp_path_factory.mktemp("tokenizers")
+    for name, build in KINDS.items():
+        (root / name).mkdir()
+        build().save(str(root / name / "tokenizer.json"))
+    return root
+
+
+@pytest.fixture(params=KINDS)
+def folder(request, folders):
+    return folders / request.param
+
+
+def reference(folder) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "bos", "eos"),
+    [
+        ("gpt2", "<|endoftext|>", "<|endoftext|>"),
+        ("llama", "<s>", "</s>"),
+        ("t5", "</s>", "</s>"),
+        ("bert", "[CLS]", "[SEP]"),
+        ("words", "<eos>", "<eos>"),
+    ],
+)
+def test_bos_and_eos_are_recognized_by_name(folders, kind, bos, eos):
+    tokenizer = open_tokenizer(folders / kind, end_of_document=True)
+    found = tokenizer.token_name(tokenizer.bos), tokenizer.token_name(tokenizer.eod)
+    assert found == (bos, eos)
+    assert tokenizer.decode([tokenizer.bos, tokenizer.eod]) == b""
+    assert open_tokenizer(folders / kind).eod is None
+    assert tokenizer.vocab_size == reference(folders / kind).get_vocab_size()
+
+
+@pytest.mark.parametrize("text", [story(5), *NASTY])
+def test_ids_are_those_of_the_library_without_special_tokens(folder, text):
+    tokenizer, library = open_tokenizer(folder, True), reference(folder)
+    tokens = tokenizer.encode(text)
+    special = {i for i, x in library.get_added_tokens_decoder().items() if x.special}
+    unknown = {library.token_to_id(name) for name in ("<unk>", "[UNK]")}
+    assert not (special - unknown) & set(tokens)
+    if folder.name != "t5" or "</s>" not in text:
+        assert tokens == library.encode(text, add_special_tokens=False).ids
+
+
+def test_batches_equal_single_texts(folder):
+    tokenizer = open_tokenizer(folder)
+    for texts in ([*NASTY, story(9)], ["ok", "caf\udce9 \ud800"], []):
+        batch = tokenizer.encode_batch(texts)
+        assert [x.tolist() for x in batch] == [tokenizer.encode(text) for text in texts]
+        assert all(x.dtype == np.uint32 for x in batch)
+
+
+@pytest.mark.parametrize("text", ["the fox saw 12 dogs", story(3), *NASTY])
+def test_tokens_decode_one_by_one_like_the_library(folders, text):
+    for kind in ("gpt2", "llama"):
+        tokenizer, library = open_tokenizer(folders / kind), reference(folders / kind)
+        tokens = tokenizer.encode(text)
+        data = b"".join(tokenizer.decode([token]) for token in tokens)
+        assert data == tokenizer.decode(tokens)
+        expected = (" " if kind == "llama" and text else "") + library.decode(tokens)
+        assert data.decode() == expected
+
+
+def test_words_decode_with_spaces(folders):
+    for kind in ("t5", "bert", "words"):
+        tokenizer = open_tokenizer(folders / kind)
+        assert tokenizer.decode(tokenizer.encode("the river")) == b" the river"
+
+
+def test_lossless_tokenizers_are_detected(folders):
+    lossless = [
+        all(is_lossless(open_tokenizer(folders / kind), x) for x in NASTY) for kind in KINDS
+    ]
+    assert dict(zip(KINDS, lossless, strict=True)) == {kind: kind == "gpt2" for kind in KINDS}
+
+
+def test_bytes_that_are_not_utf8_round_trip(folders):
+    text = "caf\udce9 \udcff\udcfe ok"
+    gpt2, llama = (open_tokenizer(folders / kind) for kind in ("gpt2", "llama"))
+    assert gpt2.decode(gpt2.encode(text)) == b"caf\xe9 \xff\xfe ok"
+    assert b"\xff\xfe" in llama.decode(llama.encode(text))
+    assert gpt2.decode(gpt2.encode("a\ud800b")) == "a\ufffdb".encode()
+    assert open_tokenizer(folders / "bert").encode(text)
+
+
+def test_lines_are_independent_only_if_cuts_keep_the_tokens(folders):
+    found = {kind: open_tokenizer(folders / kind).encodes_lines for kind in KINDS}
+    assert found == {"gpt2": True, "llama": False, "t5": True, "bert": True, "words": True}
+
+
+def test_a_token_across_lines_prevents_cuts(tmp_path):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("zzz"), "isolated")
+    tokenizer.train_from_iterator(
+        ["ab\ncd"] * 9, trainers.BpeTrainer(special_tokens=["<s>"], show_progress=False)
+    )
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert not open_tokenizer(tmp_path).encodes_lines
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(folders, tmp_path):
+    tokenizer = gpt2()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=50)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    text = "the fox looked at the lazy river"
+    tokens = open_tokenizer(tmp_path).encode_batch([text])[0].tolist()
+    assert tokens == reference(folders / "gpt2").encode(text).ids
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_bos_and_eos_are_read_from_config_files(folders, tmp_path, name):
+    save_llama(folders, tmp_path)
+    (tmp_path / name).write_text(
+        json.dumps({"bos_token": None, "eos_token": {"content": "<s>", "lstrip": False}})
+    )
+    tokenizer = open_tokenizer(tmp_path / "tokenizer.json", True)
+    assert (tokenizer.bos, tokenizer.eod) == (1, 1)
+
+
+def save_llama(folders, folder):
+    content = (folders / "llama" / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(content)
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_saved_tokenizer_is_loaded_with_its_chat_template(folders, tmp_path, as_file):
+    save_llama(folders, tmp_path)
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    config = {"bos_token": "</s>", "eos_token": "<s>", "model_max_length": 5}
+    if as_file:
+        (tmp_path / "chat_template.jinja").write_text(template)
+    else:
+        config["chat_template"] = template
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    given, saved = open_tokenizer(tmp_path, True), tmp_path / "saved"
+    saved.mkdir()
+    given.save(saved)
+    loaded = load_tokenizer(saved, given.sha256, True)
+    names = {"tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in saved.iterdir()} == names
+    assert (loaded.bos, loaded.eod, loaded.settings) == (2, 1, given.settings)
+    assert loaded.settings.chat_template == template
+    assert loaded.sha256 == given.sha256 == file_digest(saved / "tokenizer.json")
+    assert loaded.encode(NASTY[6]) == given.encode(NASTY[6])
+
+
+def test_saved_tokenizers_put_bos_before_texts_and_keep_their_digest(folder, tmp_path):
+    given = open_tokenizer(folder)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        given.save(tmp_path / name)
+        saved = open_tokenizer(tmp_path / name)
+        assert saved.sha256 == given.sha256 == file_digest(tmp_path / name / "tokenizer.json")
+        library = reference(tmp_path / name)
+        assert library.encode("the fox").ids == [given.bos, *given.encode("the fox")]
+        given = saved
+
+
+def test_changed_and_missing_saved_files_are_rejected(folders, tmp_path):
+    tokenizer = open_tokenizer(folders / "llama")
+    tokenizer.save(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(config.read_text().replace("</s>", "<s>"))
+    assert "checksum does not match; restore it" in rejection(load_tokenizer, tmp_path)
+    config.unlink()
+    assert "tokenizer_config.json does not exist" in rejection(load_tokenizer, tmp_path)
+    tokenizer.save(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((folders / "gpt2" / "tokenizer.json").read_bytes())
+    message = rejection(load_tokenizer, tmp_path, tokenizer.sha256)
+    assert "tokenizer.json is corrupt or another vocabulary" in message
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"{}", b'{"model": {}}', b'{"a": 1}', b"\xff\xfe\x00", b"null"]
+)
+def test_a_file_that_is_not_a_tokenizer_is_rejected(tmp_path, content):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    assert f"{path} is not a Hugging Face tokenizer" in rejection(open_tokenizer, path)
+
+
+def test_a_corrupt_config_is_rejected(folders, tmp_path):
+    save_llama(folders, tmp_path)
+    for content in ("{", "[]", "3"):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        assert "tokenizer_config.json is not" in rejection(open_tokenizer, tmp_path)
+
+
+def test_special_tokens_that_do_not_exist_are_rejected(folders, tmp_path):
+    save_llama(folders, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    assert "has no token '<end>'" in rejection(open_tokenizer, tmp_path)
+
+
+def test_a_tokenizer_without_bos_and_eos_names_the_fix(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "stop": 1}))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert "name one of its tokens in tokenizer_config.json" in rejection(open_tokenizer, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "stop"}')
+    tokenizer = open_tokenizer(tmp_path, True)
+    assert (tokenizer.bos, tokenizer.eod, tokenizer.encode("a")) == (1, 1, [0])
+    assert "cannot encode a text" in rejection(tokenizer.encode, "b")
+    assert "cannot encode a text" in rejection(tokenizer.encode_batch, ["b"])
+
+
+def test_files_next_to_another_name_are_ignored(folders, tmp_path):
+    save_llama(folders, tmp_path)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "mine.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    assert open_tokenizer(tmp_path / "mine.json", True).eod == 2
+
+
+def test_a_folder_without_a_tokenizer_is_rejected(tmp_path):
+    message = rejection(open_tokenizer, tmp_path)
+    assert "has no tokenizer.json and no tokenizer.model" in message
+    assert "does not exist" in rejection(open_tokenizer, tmp_path / "absent")
+    (tmp_path / "tokenizer.model").write_bytes(b"x")
+    assert "is not a SentencePiece model" in rejection(open_tokenizer, tmp_path)
+    assert "is a folder" in rejection(HFTokenizer, tmp_path)
+    assert "is a folder" in rejection(SentencePieceTokenizer, tmp_path)
+
+
+def test_a_missing_library_names_the_install_command(folders, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(MissingExtraError, match="pip install tokenizers"):
+        open_tokenizer(folders / "gpt2")
+
+
+@given(st.text() | st.lists(st.sampled_from([*NASTY, "<s>", "x"])).map("".join))
+def test_byte_level_tokenizers_round_trip_any_text(folders, text):
+    tokenizer = cached_gpt2(folders)
+    assert is_lossless(tokenizer, text)
+    assert tokenizer.bos not in tokenizer.encode(text)
+
+
+def cached_gpt2(folders, cache={}):  # noqa: B006
+    return cache.setdefault(folders, open_tokenizer(folders / "gpt2"))

@@ -1,0 +1,203 @@
+"""Exported Hugging Face tokenizers load without custom code and give the ids of training."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import tiny_run
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from transformer_vq import TransformerVQ
+from transformer_vq.data.tokenizers import learn_tokenizer, load_tokenizer, open_tokenizer
+from transformer_vq.errors import UserError
+from transformer_vq.hf import TransformerVQForCausalLM
+from transformer_vq.hf.export import export
+from transformer_vq.training.checkpoint import write_config
+
+LINES = "".join(f"In {1800 + i % 90} the fox saw {i} dogs.\n" for i in range(200))
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+PARTS = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(["<|endoftext|>", "<s>", "</s>", "\u2581", "  ", "\r\n", "\0", " fox \u00e9"]),
+)
+TEXTS = st.lists(PARTS, max_size=6).map("".join)
+
+
+def save_llama(folder):
+    """Write a tokenizer with byte fallback, a post-processor and a chat template."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    names += [chr(code) for code in range(33, 127)] + ["\u2581", "th", "the", "\u2581the"]
+    merges = [("t", "h"), ("th", "e"), ("\u2581", "the")]
+    vocab = {name: i for i, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 2)]
+    )
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def untrained_run(folder, tokenizer):
+    """Write a run folder with random weights."""
+    config = tiny_run(folder)
+    config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
+    run = folder / "run"
+    (run / "best").mkdir(parents=True)
+    write_config(run, config, tokenizer)
+    tokenizer.save(run)
+    torch.manual_seed(0)
+    TransformerVQ(config.model).save(run / "best" / "model.safetensors")
+    return run
+
+
+@pytest.fixture(scope="module", params=["bpe", "llama"])
+def exported(request, tmp_path_factory):
+    """Return our tokenizer and the folder of its export."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "bpe":
+        learn_tokenizer("bpe", [LINES], 300, folder)
+        ours = load_tokenizer(folder, end_of_document=True)
+    else:
+        save_llama(folder)
+        ours = open_tokenizer(folder, end_of_document=True)
+    export(untrained_run(folder, ours), folder / "out")
+    return ours, folder / "out"
+
+
+@pytest.fixture(scope="module")
+def pair(exported):
+    """Return our tokenizer and the one that AutoTokenizer loads."""
+    ours, folder = exported
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert isinstance(theirs, PreTrainedTokenizerFast)
+    return ours, theirs
+
+
+@given(text=TEXTS)
+def test_ids_equal_ours_with_bos_before_the_text(pair, text):
+    ours, theirs = pair
+    tokens = theirs.encode(text, add_special_tokens=False)
+    assert tokens == ours.encode(text)
+    assert theirs(text)["input_ids"] == [ours.bos, *tokens]
+    if ours.bos == ours.eod:  # the learned tokenizer, which is lossless
+        assert theirs.decode(tokens) == text
+        assert theirs.decode([ours.bos, *tokens, ours.eod], skip_special_tokens=True) == text
+
+
+def test_special_tokens_and_sizes_equal_ours(pair):
+    ours, theirs = pair
+    assert len(theirs) == ours.vocab_size
+    special = theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id
+    assert special == (ours.bos, ours.eod, ours.bos)
+
+
+def test_the_exported_vocabulary_is_that_of_the_run(exported):
+    ours, folder = exported
+    assert open_tokenizer(folder).sha256 == load_tokenizer(folder).sha256 == ours.sha256
+
+
+def test_batches_are_padded_on_the_left(pair):
+    ours, theirs = pair
+    batch = theirs(["dogs saw", "a"], padding=True, return_tensors="pt")
+    assert set(batch) == {"input_ids", "attention_mask"}
+    long, short = ([ours.bos, *ours.encode(text)] for text in ("dogs saw", "a"))
+    n_more = len(long) - len(short)
+    assert batch["input_ids"].tolist() == [long, [ours.bos] * n_more + short]
+    assert batch["attention_mask"].tolist() == [[1] * len(long), [0] * n_more + [1] * len(short)]
+
+
+def test_the_chat_template_is_kept(pair):
+    ours, theirs = pair
+    if ours.settings.chat_template is None:
+        assert theirs.chat_template is None
+        return
+    messages = [{"role": "user", "content": "the fox"}]
+    assert theirs.apply_chat_template(messages, tokenize=False) == "user: the fox\n"
+
+
+def test_a_saved_copy_gives_the_same_ids(pair, tmp_path):
+    ours, theirs = pair
+    theirs.save_pretrained(tmp_path)
+    text = "the <s> fox <|endoftext|>"
+    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == [
+        ours.bos,
+        *ours.encode(text),
+    ]
+
+
+def test_the_tokenizer_loads_without_this_package(exported):
+    ours, folder = exported
+    program = (
+        "import sys; sys.modules['transformer_vq'] = None; from transformers import AutoTokenizer;"
+        "print(AutoTokenizer.from_pretrained(sys.argv[1])('the fox')['input_ids'])"
+    )
+    command = [sys.executable, "-c", program, str(folder)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert json.loads(found) == [ours.bos, *ours.encode("the fox")]
+
+
+def test_a_corrupt_tokenizer_is_rejected_with_the_model(exported, tmp_path):
+    _, folder = exported
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + " ")
+    with pytest.raises(UserError, match=r"tokenizer\.json is missing, corrupt or was edited"):
+        TransformerVQForCausalLM.from_pretrained(copy)
+
+
+def test_model_and_tokenizer_can_be_saved_over_an_export(exported, tmp_path):
+    _, folder = exported
+    model, copy = TransformerVQForCausalLM.from_pretrained(folder), tmp_path / "copy"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shutil.copytree(folder, copy)
+    model.save_pretrained(copy)
+    tokenizer(["a", "the fox"], padding=True)  # is stored in tokenizer.json
+    tokenizer.save_pretrained(copy)
+    assert (copy / "tokenizer.json").read_bytes() != (folder / "tokenizer.json").read_bytes()
+    assert TransformerVQForCausalLM.from_pretrained(copy)
+
+
+def test_generation_stops_at_the_end_of_a_document(tmp_path):
+    learn_tokenizer("bpe", [LINES], 300, tmp_path)
+    run = untrained_run(tmp_path, load_tokenizer(tmp_path))
+    model = TransformerVQ.load(run / "best" / "model.safetensors").eval()
+    prompt = [0, *load_tokenizer(tmp_path).encode("the fox")]
+    likely = int(model(torch.tensor([prompt])).logits[0, -1].argmax())
+    name = open_tokenizer(tmp_path).token_name(likely)
+    config = {"bos_token": "<|endoftext|>", "eos_token": name}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "again").mkdir()
+    export(untrained_run(tmp_path / "again", open_tokenizer(tmp_path, True)), tmp_path / "out")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokens = exported.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
+    assert tokens[0].tolist() == [*prompt, likely]
+
+
+def test_whitespace_pieces_are_kept(tmp_path):
+    """Added tokens that are not special match in texts, here and in the export."""
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "<s>": 2}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.add_tokens(["  "])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ours = open_tokenizer(tmp_path, end_of_document=True)
+    export(untrained_run(tmp_path, ours), tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert theirs("a  b")["input_ids"][1:] == ours.encode("a  b") == [0, 3, 1]

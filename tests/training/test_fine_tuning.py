@@ -1,0 +1,165 @@
+"""Fine-tuning: runs that start from the weights of a run, a model file or an exported folder."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import tiny_config, tiny_run
+from test_evaluate import train_on_books, write_books
+
+from transformer_vq import TransformerVQ
+from transformer_vq.data.corpus import prepare
+from transformer_vq.files import read_tensors
+from transformer_vq.training.checkpoint import (
+    MODEL,
+    CheckpointError,
+    load_model,
+    newest_checkpoint,
+    read_config,
+)
+from transformer_vq.training.initial import initial_model, initial_model_config
+from transformer_vq.training.run import resume, train
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A finished run on bytes."""
+    train(tiny_run(tmp_path, model={"n_layer": 1}, train={"steps": 4}), tmp_path / "source")
+    return tmp_path / "source"
+
+
+def fine_tuning(source, path=None, **changes):
+    """The config of a run of one step that starts from `path`, by default from the source."""
+    config = read_config(source)
+    config = replace(config, model=replace(config.model, **changes.get("model", {})))
+    config = replace(config, data=replace(config.data, **changes.get("data", {})))
+    train_changes = {"steps": 1, "init_from": str(path or source)} | changes.get("train", {})
+    return replace(config, train=replace(config.train, **train_changes))
+
+
+def export(run, folder, **options):
+    pytest.importorskip("transformers")
+    from transformer_vq.hf.modeling_transformer_vq import TransformerVQForCausalLM
+
+    TransformerVQForCausalLM.from_core(load_model(run)[0]).save_pretrained(folder, **options)
+    return folder
+
+
+def assert_same_weights(model, other):
+    want = other.state_dict()
+    assert model.state_dict().keys() == want.keys()
+    assert [n for n, x in model.state_dict().items() if not x.equal(want[n])] == []
+
+
+def test_a_run_starts_from_a_run_or_a_model_file(source, tmp_path):
+    best = load_model(source)[0]
+    for path in (source, source / "best" / MODEL, str(source / "best" / MODEL)):
+        assert initial_model_config(path) == best.config
+        assert_same_weights(initial_model(fine_tuning(source, path)), best)
+    train(fine_tuning(source), tmp_path / "tuned")  # the learning rate of step 1 is 0
+    tuned = newest_checkpoint(tmp_path / "tuned").model
+    assert torch.allclose(tuned.embed.weight, best.embed.weight, rtol=2e-3)
+    assert read_config(tmp_path / "tuned").train.init_from == str(source)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_run_starts_from_an_exported_folder(source, tmp_path, shards):
+    sharded = {"max_shard_size": "12KB"} if shards > 1 else {}
+    folder = export(source, tmp_path / "exported", **sharded)
+    assert (folder / f"{MODEL}.index.json").exists() == (shards > 1)
+    best = load_model(source)[0]
+    assert initial_model_config(folder) == best.config
+    config = fine_tuning(source, folder)
+    assert_same_weights(initial_model(config), best)
+    assert train(config, tmp_path / "tuned").finished
+
+    weights = sorted(folder.glob("*.safetensors"))[-1]
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\1\0")
+    with pytest.raises(CheckpointError, match=r"corrupt; export the model again"):
+        initial_model(config)
+
+
+def test_settings_that_only_affect_training_may_differ(source):
+    changes = {"p_dropsin": 0.3, "p_dropres": 0.2, "p_droplyr": 0.1, "commit_coef": 1.0}
+    changes |= {"ema_decay": 0.5, "revive_below": 0.0, "codebook_init": "keys"}
+    changes |= {"grad_through_cache": False}
+    config = fine_tuning(source, model=changes)
+    model = initial_model(config)
+    assert model.config == config.model
+    assert_same_weights(model, load_model(source)[0])
+    assert model.branches[0].quantizer.ema_decay == 0.5
+    assert bool(model.branches[0].quantizer.started)
+
+
+@pytest.mark.parametrize(
+    "change", [{"n_code": 9}, {"compressive_cache": False}, {"logit_scale": 2.0}]
+)
+def test_another_architecture_is_rejected_before_anything_is_written(source, tmp_path, change):
+    (name,) = change
+    with pytest.raises(CheckpointError, match=rf"init-from .*its model differs in model\.{name} "):
+        train(fine_tuning(source, model=change), tmp_path / "tuned")
+    assert not (tmp_path / "tuned").exists()
+
+
+@pytest.mark.parametrize(("ends", "option"), [(True, "--data.end-of"), (False, "--data.no-end-of")])
+def test_another_end_of_document_is_rejected_with_the_option_that_fixes_it(tmp_path, ends, option):
+    base = tiny_run(tmp_path, model={"n_layer": 1}, train={"steps": 1})
+    train(replace(base, data=replace(base.data, end_of_document=ends)), tmp_path / "source")
+    assert initial_model_config(tmp_path / "source").vocab_size == (257 if ends else 256)
+    other = fine_tuning(tmp_path / "source", data={"end_of_document": not ends})
+    with pytest.raises(CheckpointError, match=rf"25[67] tokens \(bytes\).*25[67].*use {option}"):
+        train(other, tmp_path / "tuned")
+
+
+def test_the_tokenizer_of_the_source_is_used_by_default(tmp_path):
+    source = train_on_books(tmp_path)
+    config = fine_tuning(source)
+    text = replace(config.data, dataset="text", path=str(tmp_path / "train"))
+    train(replace(config, data=text), tmp_path / "tuned")
+    vocabularies = [run / "tokenizer.model" for run in (source, tmp_path / "tuned")]
+    assert vocabularies[0].read_bytes() == vocabularies[1].read_bytes()
+    assert read_config(tmp_path / "tuned").data.tokenizer == str(vocabularies[0])
+    with pytest.raises(CheckpointError, match=r"300 tokens \(tokenizer .*leave out --data.token"):
+        train(replace(config, data=replace(text, tokenizer="bytes")), tmp_path / "other")
+
+
+def test_resume_rejects_another_tokenizer(tmp_path):
+    run = train_on_books(tmp_path)
+    config = read_config(run)
+    write_books(tmp_path / "other", ["Other words,", "and a longer sentence of them."])
+    other = prepare(replace(config.data, path=str(tmp_path / "other")), 300)
+    given = replace(config.data, tokenizer=str(tmp_path / "my.model"))
+    (tmp_path / "my.model").write_bytes((run / "tokenizer.model").read_bytes())
+    train(replace(config, data=given), tmp_path / "tuned")
+    (tmp_path / "my.model").write_bytes((other.folder / "tokenizer.model").read_bytes())
+    with pytest.raises(CheckpointError, match="tokenizer of the data is not that of"):
+        resume(tmp_path / "tuned")
+
+
+def test_paths_that_are_not_models_are_rejected(tmp_path):
+    (tmp_path / "file.safetensors").write_text("text")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    for name, reason in {
+        "missing": "does not exist",
+        "empty": "is not a run or exported folder",
+        "file.safetensors": "is not a model file",
+        "other": "is a model of type gpt2",
+    }.items():
+        with pytest.raises(CheckpointError, match=rf"{name} {reason}"):
+            initial_model_config(tmp_path / name)
+
+
+def test_an_incomplete_export_is_rejected(tmp_path):
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    config = vars(tiny_config()) | {"model_type": "transformer_vq", "transformers_version": "5"}
+    (folder / "config.json").write_text(json.dumps(config))
+    TransformerVQ(tiny_config(n_layer=1)).save(folder / MODEL)
+    assert initial_model_config(folder) == tiny_config()
+    assert read_tensors(folder / MODEL)
+    run = replace(tiny_run(tmp_path, train={"init_from": str(folder)}), model=tiny_config())
+    with pytest.raises(CheckpointError, match="does not contain the tensors of its config"):
+        initial_model(run)

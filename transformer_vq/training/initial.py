@@ -1,0 +1,234 @@
+"""The model that a run starts from: a new one, or that of `train.init_from` for fine-tuning.
+
+`train.init_from` is a run folder, a model file, or a folder that `tvq export` wrote for Hugging
+Face transformers. transformers itself is not needed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from transformer_vq.config import ModelConfig, RunConfig
+from transformer_vq.data.corpus import Corpus
+from transformer_vq.data.tokenizers import (
+    TOKENIZER_FILES,
+    ByteTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
+from transformer_vq.files import CorruptFileError, file_digest, read_json, read_verified_json
+from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.training.checkpoint import (
+    CONFIG,
+    MODEL,
+    CheckpointError,
+    load_model,
+    read_config,
+    read_tokenizer,
+)
+
+# Fields of a model config that affect its training, but not the function it computes.
+TRAINING_FIELDS = frozenset(
+    {
+        *("p_dropsin", "p_dropres", "p_droplyr", "commit_coef", "grad_through_cache"),
+        *("ema_decay", "codebook_init", "revive_below"),
+    }
+)
+INDEX, CHECKSUMS = f"{MODEL}.index.json", "checksums.json"  # of exported folders
+MODEL_TYPE, KEY_PREFIX = "transformer_vq", "model."
+
+
+def initial_model_config(init_from: str | os.PathLike[str]) -> ModelConfig:
+    """Return the model config of a run folder, model file or exported folder.
+
+    Raises CheckpointError if it is none of them.
+    """
+    path = _existing(init_from)
+    if path.is_file():
+        return _config_of_file(path)
+    return _exported_config(path) if _is_export(path) else read_config(path).model
+
+
+def with_initial_tokenizer(config: RunConfig) -> RunConfig:
+    """Return the config of a run with the tokenizer of `train.init_from`, if it names no other.
+
+    Raises CheckpointError if the data will have other bytes than the model. Other vocabularies are
+    known only when the data are prepared; see `check_vocabulary`.
+    """
+    source = config.train.init_from
+    if source is None:
+        return config
+    path = next((p for n in TOKENIZER_FILES if (p := _existing(source) / n).is_file()), None)
+    if path is not None and config.data.tokenizer is None and not config.data.has_images:
+        return replace(config, data=replace(config.data, tokenizer=str(path)))
+    if config.data.tokenizer_name == "bytes":
+        _check_tokens(config, ByteTokenizer(config.data.ends_documents))
+    return config
+
+
+def initial_model(config: RunConfig) -> TransformerVQ:
+    """Return a new model, or that of `train.init_from` with the training settings of `config`.
+
+    Raises CheckpointError if its architecture differs from that of `config`.
+    """
+    source = config.train.init_from
+    if source is None:
+        return TransformerVQ(config.model)
+    check_same_architecture(config)
+    path = _existing(source)
+    loaded = _load_export(path) if _is_export(path) else load_model(path)[0]
+    with torch.device("meta"):
+        model = TransformerVQ(config.model)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    return model
+
+
+def check_same_architecture(config: RunConfig) -> None:
+    """Raise CheckpointError if the model of `train.init_from` computes another function.
+
+    The vocabulary is checked by `check_vocabulary`.
+    """
+    source = config.train.init_from
+    if source is None:
+        return
+    given, wanted = asdict(initial_model_config(source)), asdict(config.model)
+    ignored = TRAINING_FIELDS | {"vocab_size"}
+    if differing := [n for n in wanted if n not in ignored and given[n] != wanted[n]]:
+        named = ", ".join(f"model.{n} ({given[n]}, here {wanted[n]})" for n in differing)
+        raise CheckpointError(
+            f"--train.init-from {source}: its model differs in {named}; change these options to "
+            "match"
+        )
+
+
+def check_vocabulary(config: RunConfig, corpus: Corpus) -> None:
+    """Raise CheckpointError if the data have other tokens than the model of `train.init_from`."""
+    if config.train.init_from is not None:
+        _check_tokens(config, corpus.tokenizer())
+
+
+def _check_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Raise CheckpointError if this tokenizer of the data is not that of `train.init_from`."""
+    source = str(config.train.init_from)
+    path, n_tokens = _existing(source), initial_model_config(source).vocab_size
+    own = None if path.is_file() else _tokenizer(path)  # a model file has no tokenizer
+    if n_tokens == tokenizer.vocab_size and (own is None or own.sha256 == tokenizer.sha256):
+        return
+    fix = "use the tokenizer that it was trained with (--data.tokenizer)"
+    if own is not None and own.sha256 is not None:
+        fix = "leave out --data.tokenizer"
+    elif config.data.tokenizer_name == "bytes" and n_tokens in (256, 257):
+        fix = f"use --data.{'no-' if n_tokens == 256 else ''}end-of-document"
+    raise CheckpointError(
+        f"--train.init-from {source} has {n_tokens:,} tokens ({_name(own)}), but the data have "
+        f"{tokenizer.vocab_size:,} ({_name(tokenizer)}); {fix}"
+    )
+
+
+def _name(tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return "unknown tokenizer"
+    sha256 = tokenizer.sha256
+    return "bytes" if sha256 is None else f"tokenizer {sha256[:12]}"
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(folder) if _is_export(folder) else read_tokenizer(folder)
+
+
+def _existing(init_from: str | os.PathLike[str]) -> Path:
+    path = Path(init_from).expanduser()
+    if path.is_file() or (path / CONFIG).is_file():
+        return path
+    what = "is not a run or exported folder (no config.json)" if path.is_dir() else "does not exist"
+    raise CheckpointError(
+        f"--train.init-from {init_from} {what}; give a run folder, a model file (.safetensors) or "
+        "a folder written by `tvq export`"
+    )
+
+
+def _is_export(folder: Path) -> bool:
+    """Return whether a folder is an export of ours; its config.json names the model type."""
+    if not folder.is_dir():
+        return False
+    values = read_json(folder / CONFIG)
+    kind = values.get("model_type") if isinstance(values, dict) else None
+    if kind not in (None, MODEL_TYPE):
+        raise CheckpointError(
+            f"--train.init-from {folder} is a model of type {kind!s:.40}; only {MODEL_TYPE} "
+            "models can be fine-tuned"
+        )
+    return kind is not None
+
+
+def _config_of_file(path: Path) -> ModelConfig:
+    """Return the config in the metadata of a model file, without reading its tensors."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            config = json.loads((file.metadata() or {})["config"])
+    except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"--train.init-from {path} is not a model file; give one that TransformerVQ.save wrote"
+        ) from error
+    return ModelConfig.from_dict(config)
+
+
+def _exported_config(folder: Path) -> ModelConfig:
+    values = read_json(folder / CONFIG)
+    names = {f.name for f in fields(ModelConfig)}
+    return ModelConfig.from_dict({name: x for name, x in values.items() if name in names})
+
+
+def _load_export(folder: Path) -> TransformerVQ:
+    """Return the model of an exported folder; raises CheckpointError if a file is corrupt."""
+    _check_files(folder)
+    names = [MODEL]
+    if (folder / INDEX).is_file():
+        names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+    tensors: dict[str, Tensor] = {}
+    for name in names:
+        try:
+            with safe_open(folder / name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118
+                    tensors[key.removeprefix(KEY_PREFIX)] = file.get_tensor(key).clone()
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{folder / name} is missing or corrupt ({error}); export the model again"
+            ) from error
+    with torch.device("meta"):
+        model = TransformerVQ(_exported_config(folder))
+    wanted = model.state_dict()
+    wrong = sorted(
+        name
+        for name in wanted.keys() | tensors.keys()
+        if getattr(wanted.get(name), "shape", None) != getattr(tensors.get(name), "shape", None)
+    )
+    if wrong:
+        raise CheckpointError(
+            f"{folder} does not contain the tensors of its config: {wrong[0]} and {len(wrong) - 1} "
+            "more are missing, unknown or of another shape; export the model again"
+        )
+    as_float = {n: x.float() if x.is_floating_point() else x for n, x in tensors.items()}
+    model.load_state_dict(as_float, assign=True)
+    return model
+
+
+def _check_files(folder: Path) -> None:
+    """Raise CheckpointError if a file differs from the checksums that the export recorded."""
+    if not (folder / CHECKSUMS).is_file():
+        return
+    try:
+        recorded: dict[str, Any] = read_verified_json(folder / CHECKSUMS)["files"]
+        wrong = [name for name, digest in recorded.items() if file_digest(folder / name) != digest]
+    except CorruptFileError as error:
+        raise CheckpointError(f"{error}; export the model again") from error
+    if wrong:
+        raise CheckpointError(f"{folder / wrong[0]} is corrupt; export the model again")

@@ -170,14 +170,15 @@ def options_for(config: RunConfig) -> list[str]:
     """Return the options of `tvq train tiny` that produce this config."""
     preset = PRESETS["tiny"].to_dict()
     found = []
-    for part, values in config.to_dict().items():
-        for name, value in values.items():
+    for part, fields in config.to_dict().items():
+        for name, value in fields.items():
             if value != preset[part][name]:
                 option = f"{part}.{name}".replace("_", "-")
                 if isinstance(value, bool):
                     found.append(f"--{option}" if value else f"--{part}.no-{name}")
                 else:
-                    found += [f"--{option}", str(value)]
+                    values = value if isinstance(value, tuple) else (value,)
+                    found += [f"--{option}", *map(str, values)]
     return found
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from transformer_vq.progress import Reporter, TerminalReporter
     from transformer_vq.training.checkpoint import LoadedRun, load_run
     from transformer_vq.training.evaluate import RunEvaluation, evaluate
+    from transformer_vq.training.history import read_history
     from transformer_vq.training.loop import TrainingResult
     from transformer_vq.training.metrics import read_metrics
     from transformer_vq.training.run import resume, train
@@ -73,6 +74,7 @@ _MODULES = {
     "training.checkpoint": "LoadedRun load_run",
     "training.evaluate": "RunEvaluation evaluate",
     "training.loop": "TrainingResult",
+    "training.history": "read_history",
     "training.metrics": "read_metrics",
     "training.run": "resume train",
 }
@@ -119,6 +121,7 @@ __all__ = [  # noqa: RUF022
     "official_names",
     "prefill",
     "prepare",
+    "read_history",
     "read_metrics",
     "resume",
     "sample_images",

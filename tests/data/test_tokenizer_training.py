@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from data_helpers import rejection, story
+from data_helpers import is_lossless, rejection, story
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +15,7 @@ from transformer_vq.data import tokenizer_training as module
 from transformer_vq.data.bpe_trainer import frame, read_frames
 from transformer_vq.data.sources.base import DataError
 from transformer_vq.data.tokenizer_training import learn_tokenizer, train_bpe, train_sentencepiece
-from transformer_vq.data.tokenizers import SentencePieceTokenizer, is_lossless, load_tokenizer
+from transformer_vq.data.tokenizers import SentencePieceTokenizer, load_tokenizer
 from transformer_vq.errors import MissingExtraError
 
 VOCAB_SIZE = 400

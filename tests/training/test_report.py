@@ -10,7 +10,7 @@ from helpers import interrupt_after, tiny_run
 
 from transformer_vq.errors import UserError
 from transformer_vq.files import read_verified_json, write_verified_json
-from transformer_vq.training import report
+from transformer_vq.training import report, report_charts
 from transformer_vq.training.evaluate import evaluate
 from transformer_vq.training.report import report_html, write_report
 from transformer_vq.training.rows import write_rows
@@ -63,7 +63,7 @@ def trained(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     monkeypatch.setattr(report, "SAMPLE_TOKENS", 12)
-    monkeypatch.setattr(report, "MIN_TOKENS", 1)
+    monkeypatch.setattr(report_charts, "MIN_TOKENS", 1)
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_ticks_are_few_round_numbers_in_range(low, high):
 
 
 def test_number_labels_are_short():
-    values = {0: "0", 0.5: "0.5", 8192: "8,192", 125_000: "125k", 2_500_000: "2.5M", 3e-4: "0.0003"}
+    values = {0: "0", 0.5: "0.5", 8192: "8,192", 125_000: "125k", 2_500_000: "2.5M", 3e-4: "3e-4"}
     assert {value: number(value) for value in values} == values
 
 

@@ -52,6 +52,8 @@ def sizes_table(name: str, config: RunConfig, result: Sizes) -> str:
         f"weights and gradients {_bytes(2 * result.weight_bytes)}, optimizer "
         f"{_bytes(result.optimizer_bytes)}, activations {_bytes(result.activation_bytes)}"
     )
+    if result.average_bytes:
+        parts += f", averaged weights {_bytes(result.average_bytes)}"
     n = config.parallel.n_processes
     where = f" on each of {n} devices" if n > 1 else ""
     rows = {

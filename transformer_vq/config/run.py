@@ -233,6 +233,20 @@ class RunConfig:
         """Build a run config from its JSON form; raise UserError for anything else."""
         return from_plain(cls, values)
 
+    @classmethod
+    def from_stored(cls, values: dict[str, Any]) -> RunConfig:
+        """Build the config of an existing run from its JSON form.
+
+        Earlier versions had one optional path and no end of documents.
+        """
+        data = values.get("data")
+        if isinstance(data, dict):
+            data = {"end_of_document": False} | data
+            if data.get("path") is None:
+                data.pop("path", None)
+            values = values | {"data": data}
+        return cls.from_dict(values)
+
     def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
         """Return the fields that differ, as `section.field`, with both values."""
         found = {}

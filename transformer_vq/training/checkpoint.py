@@ -69,7 +69,7 @@ class Checkpoint:
     @property
     def config(self) -> RunConfig:
         """The config of the run when the checkpoint was written."""
-        return _parse_config(self.metadata["config"])
+        return RunConfig.from_stored(self.metadata["config"])
 
 
 def write_config(run: Path, config: RunConfig, tokenizer: Tokenizer) -> None:
@@ -82,18 +82,7 @@ def read_config(run: Path) -> RunConfig:
     """Return the config of a run; raises CheckpointError if the folder is not a run folder."""
     values = _read_config(run)
     del values["format"], values["tokenizer_sha256"]
-    return _parse_config(values)
-
-
-def _parse_config(values: dict[str, Any]) -> RunConfig:
-    """Return a stored config; earlier versions had one optional path and no end of documents."""
-    data = values.get("data")
-    if isinstance(data, dict):
-        data = {"end_of_document": False} | data
-        if data.get("path") is None:
-            data.pop("path", None)
-        values = values | {"data": data}
-    return RunConfig.from_dict(values)
+    return RunConfig.from_stored(values)
 
 
 def read_tokenizer(run: Path) -> Tokenizer:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import base64
-import math
 import os
 import platform
 import statistics
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,21 +14,19 @@ from typing import Any
 from transformer_vq.config import RunConfig
 from transformer_vq.config.file_text import config_text
 from transformer_vq.errors import UserError
-from transformer_vq.files import CorruptFileError, atomic_write, read_verified_json
+from transformer_vq.files import atomic_write
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import duration, short
 from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.plots import MIN_TOKENS, positions, smooth
+from transformer_vq.training.plots import positions
+from transformer_vq.training.report_charts import evaluation_section, finite, training_section
 from transformer_vq.training.report_page import details, figures, note, page, section, table, text
 from transformer_vq.training.rows import read_rows
 from transformer_vq.training.run_list import RunSummary, dataset_name, read_run_config, summarize
-from transformer_vq.training.svg_chart import Line, chart
 
 SAMPLE_TOKENS = 400
 MAX_IMAGE = 500_000
 """Largest image that is embedded, in bytes."""
-CLIPPED = 0.1
-"""Share of the training, at its start, that may be above the loss axis."""
 
 Row = dict[str, Any]
 
@@ -66,8 +62,8 @@ def report_html(run: Path, *, n_samples: int = 3, prompt: str = "", seed: int = 
     body = [
         _header(name, config, summary),
         _key_figures(rows, config, summary),
-        _training(rows),
-        _evaluations(run),
+        training_section(rows),
+        evaluation_section(run),
         _samples(run, config, n_samples, prompt, seed),
         _config(config),
         _history(history),
@@ -94,9 +90,9 @@ def _header(name: str, config: RunConfig, summary: RunSummary) -> str:
 
 
 def _key_figures(rows: list[Row], config: RunConfig, summary: RunSummary) -> str:
-    valid = [row for row in _finite(rows, "bits_per_byte") if row["kind"] == "validation"]
+    valid = [row for row in finite(rows, "bits_per_byte") if row["kind"] == "validation"]
     best = min(valid, key=lambda row: row["bits_per_byte"], default=None)
-    speeds = [row["tokens_per_second"] for row in _finite(rows, "tokens_per_second")]
+    speeds = [row["tokens_per_second"] for row in finite(rows, "tokens_per_second")]
     tokens = positions(rows, "tokens")[-1] if rows else 0
     seconds = positions(rows, "time")[-1] if rows else 0
     step = max((row["step"] for row in rows), default=summary.step or 0)
@@ -119,111 +115,6 @@ def _key_figures(rows: list[Row], config: RunConfig, summary: RunSummary) -> str
             ),
         ]
     )
-
-
-def _training(rows: list[Row]) -> str:
-    train = [row for row in _finite(rows, "bits_per_byte") if row["kind"] == "train"]
-    valid = [row for row in _finite(rows, "bits_per_byte") if row["kind"] == "validation"]
-    if not train and not valid:
-        return section("Training", note("No metrics have been logged yet."))
-    loss = Line("training, smoothed", *_smooth_line(train, "bits_per_byte"), 1, is_faint=True)
-    validation = Line("validation", *_line(valid, "bits_per_byte"), 0, has_dots=True)
-    later = [*loss.ys[int(CLIPPED * len(loss.ys)) :]]
-    later += [y for x, y in zip(validation.xs, validation.ys, strict=True) if x > 0]
-    low, top = (min(later), max(later)) if later else (None, None)
-    if low is not None and top is not None:
-        low, top = low - 0.05 * (top - low), top + 0.05 * (top - low)
-    health = _finite([row for row in rows if row["kind"] == "train"], "share_in_use")
-    charts = [
-        chart("Loss, bits per byte", [loss, validation], y_limits=(low, top)),
-        chart("Learning rate", [_of(rows, "lr")], y_limits=(0, None)),
-        chart(
-            "Codebooks, mean over layers",
-            [
-                Line("codes in use", *_smooth_line(health, "share_in_use"), 2),
-                Line("quantization error", *_smooth_line(health, "relative_error"), 3),
-            ],
-            y_limits=(0, 1),
-        ),
-        chart(
-            "Codebook perplexity",
-            [Line("", *_smooth_line(health, "perplexity"), 2)],
-            y_limits=(0, None),
-        ),
-        chart(
-            "Gradient norm, smoothed", [_of(rows, "grad_norm", is_smooth=True)], y_limits=(0, None)
-        ),
-        chart("Tokens per second", [_of(rows, "tokens_per_second", True)], y_limits=(0, None)),
-    ]
-    return section("Training", _grid(charts))
-
-
-def _grid(charts: Sequence[str]) -> str:
-    found = [x for x in charts if x]
-    return f'<div class="charts">{"".join(found)}</div>' if found else ""
-
-
-def _of(rows: list[Row], key: str, is_smooth: bool = False) -> Line:
-    """Return the line of one training metric."""
-    found = _finite([row for row in rows if row["kind"] == "train"], key)
-    return Line("", *(_smooth_line if is_smooth else _line)(found, key))
-
-
-def _line(rows: list[Row], key: str) -> tuple[list[float], list[float]]:
-    return [row["step"] for row in rows], [row[key] for row in rows]
-
-
-def _smooth_line(rows: list[Row], key: str) -> tuple[list[float], list[float]]:
-    found = _finite(rows, key)
-    return [row["step"] for row in found], smooth([row[key] for row in found])
-
-
-def _finite(rows: list[Row], key: str) -> list[Row]:
-    """Return the rows that have a finite number for a key."""
-    return [
-        row for row in rows if isinstance(row.get(key), (int, float)) and math.isfinite(row[key])
-    ]
-
-
-def _evaluations(run: Path) -> str:
-    results, charts, notes = [], [], []
-    for path in sorted(run.glob("evaluation-*.json")):
-        try:
-            evaluation = read_verified_json(path)
-            rows, figure = _evaluation(evaluation)
-        except (CorruptFileError, AttributeError, LookupError, TypeError, ValueError) as error:
-            why = error if isinstance(error, CorruptFileError) else "it has an unknown format"
-            notes.append(note(f"{path.name} is left out: {why}"))
-            continue
-        results += rows
-        charts.append(figure)
-    heads = ("split", "protocol", "bits per byte", "nats per token", "word perplexity", "tokens")
-    return section("Evaluation", table(heads, results, range(2, 6)), _grid(charts), *notes)
-
-
-def _evaluation(evaluation: Row) -> tuple[list[tuple[str, ...]], str]:
-    """Return a row per protocol, and the chart of the loss by position."""
-    rows: list[tuple[str, ...]] = []
-    lines = []
-    split = str(evaluation["split"])
-    for number, (name, result) in enumerate(evaluation["protocols"].items()):
-        words = result.get("word_perplexity")
-        rows.append(
-            (
-                f"{split} ({evaluation['checkpoint']})",
-                str(name),
-                f"{result['bits_per_byte']:.4f}",
-                f"{result['nats_per_token']:.4f}",
-                "" if words is None else f"{words:,.4g}",
-                f"{result['tokens']:,}",
-            )
-        )
-        bins = [x for x in result["by_position"] if x["tokens"] >= MIN_TOKENS]
-        middles = [((x["first"] + 1) * (x["last"] + 1)) ** 0.5 for x in bins]
-        bits = [x["nats_per_token"] / math.log(2) for x in bins]
-        lines.append(Line(str(name), middles, bits, number % 4, has_dots=True))
-    title = f"Loss by position, {split} split, bits per token"
-    return rows, chart(title, lines, x_label="position in the context", log_x=True)
 
 
 def _samples(run: Path, config: RunConfig, n: int, prompt: str, seed: int) -> str:
@@ -252,7 +143,8 @@ def _generate(run: Path, n: int, prompt: str, seed: int) -> list[str]:
     context = prefill_text(model, tokenizer, prompt).repeat(n)
     sampling = Sampling(temperature=0.8, top_p=0.95)
     texts = sample_text(model, tokenizer, context, SAMPLE_TOKENS, sampling, seed=seed)
-    return [generated.text for generated in texts]
+    # A carriage return has no glyph; browsers would show it as an unknown character.
+    return [generated.text.replace("\r\n", "\n").replace("\r", "\n") for generated in texts]
 
 
 def _image(path: Path) -> str:

@@ -75,6 +75,7 @@ table { border-collapse: collapse; width: 100%; font-size: 0.875rem; }
 th, td { text-align: left; padding: 0.4rem 0.9rem; border-top: 1px solid var(--rule); }
 thead th { border-top: 0; font-weight: 600; color: var(--muted); font-size: 0.8rem; }
 td { vertical-align: top; }
+td:first-child { white-space: nowrap; }
 .long { overflow-wrap: anywhere; min-width: 14rem; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 code, pre { font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; font-size: 0.8rem; }

@@ -98,7 +98,7 @@ def read_run_config(run: Path) -> RunConfig:
     """Return the config of a run, written by any version whose settings are still the same."""
     values = read_verified_json(run / CONFIG)
     sections = {field.name for field in fields(RunConfig)}
-    return RunConfig.from_dict({name: x for name, x in values.items() if name in sections})
+    return RunConfig.from_stored({name: x for name, x in values.items() if name in sections})
 
 
 def dataset_name(config: RunConfig) -> str:

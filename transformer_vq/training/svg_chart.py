@@ -165,9 +165,10 @@ def ticks(low: float, high: float, n: int = 6) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Return a number for a tick label: 8,192, 125k, 0.5 or 3e-04."""
-    if value and abs(value) < 1e-3:
-        return f"{value:.2g}"
+    """Return a number for a tick label: 8,192, 125k, 0.5 or 3e-4."""
+    if value and abs(value) < 0.01:
+        digits, _, exponent = f"{value:.2e}".partition("e")
+        return f"{float(digits):g}e{int(exponent)}"
     if abs(value) >= 1e4:
         unit, letter = (1e6, "M") if abs(value) >= 1e6 else (1e3, "k")
         return f"{value / unit:,.4g}{letter}"

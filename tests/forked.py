@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 
 import torch
 
@@ -46,7 +47,10 @@ class Ended:
 def run_forked(
     function: Callable[[], object], *, seconds: float = 60.0, memory_gb: float | None = None
 ) -> Ended:
-    """Call `function` in a child; the exit status is 0, that of SystemExit, or 1 on error."""
+    """Call `function` in a child; the exit status is 0, that of SystemExit, or 1 on error.
+
+    memory_gb: limit for what the child allocates in addition to its parent.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -82,6 +86,12 @@ def _wait(pid: int, seconds: float) -> bool:
     return True
 
 
+def _data_bytes() -> int:
+    """Return the size of the data segment, which a child inherits from its parent."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    return pages * resource.getpagesize()
+
+
 def _child(function: Callable[[], object], out: int, err: int, memory_gb: float | None) -> None:
     status = 1
     try:
@@ -94,7 +104,7 @@ def _child(function: Callable[[], object], out: int, err: int, memory_gb: float 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         torch.set_num_threads(1)
         if memory_gb is not None:
-            limit = int(memory_gb * 1e9)
+            limit = _data_bytes() + int(memory_gb * 1e9)
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         function()
         status = 0

@@ -52,13 +52,13 @@ def test_info_rejects_more_processes_than_sequences(sandbox):
 
 def test_train_out_of_memory_suggests_options(sandbox):
     large = "--model.d-model 256 --train.batch-size 512 --train.seq-len 64 --train.backprop-len 64"
-    line = user_error(sandbox, f"{TRAIN} {large} --train.steps 1", memory_gb=1.0)
+    line = user_error(sandbox, f"{TRAIN} {large} --train.steps 1", memory_gb=0.5)
     assert "out of memory" in line
     assert "--train.batch-size" in line
 
 
 def test_sample_out_of_memory_suggests_options(sandbox):
-    line = user_error(sandbox, "sample text-run --tokens 2 --batch 4000000", memory_gb=1.0)
+    line = user_error(sandbox, "sample text-run --tokens 2 --batch 4000000", memory_gb=0.5)
     assert "out of memory" in line
     assert "--batch" in line
 

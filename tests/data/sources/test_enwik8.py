@@ -134,10 +134,15 @@ class Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
+class Server(ThreadingHTTPServer):
+    def handle_error(self, request, client_address):
+        """Print nothing if a client closes the connection."""
+
+
 @pytest.fixture
 def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with Server(("127.0.0.1", 0), Handler) as server:
         server.behaviour, server.requested = "", []
         server.url = f"http://127.0.0.1:{server.server_port}/enwik8.zip"
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))

@@ -46,3 +46,8 @@ def open_rejection(folder):
 def is_lossless(tokenizer, text):
     """Return whether decoding the tokens of a text gives exactly that text."""
     return tokenizer.decode(tokenizer.encode(text)) == text.encode("utf-8", "surrogateescape")
+
+
+def cut_text(tokenizer, text):
+    """Return the parts of a text, cut wherever the tokenizer allows it."""
+    return [text] if tokenizer.cuts is None else [x for x in tokenizer.cuts.split(text) if x]

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from data_helpers import is_lossless, rejection, story
+from data_helpers import cut_text, is_lossless, rejection, story
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import (
@@ -114,6 +114,7 @@ def train(tokenizer, trainer, special, **options) -> Tokenizer:
     return tokenizer
 
 
+OPENED = {}
 KINDS = {"gpt2": gpt2, "llama": llama, "t5": t5, "bert": bert, "words": words}
 
 
@@ -209,9 +210,20 @@ def test_bytes_that_are_not_utf8_round_trip(folders):
     assert open_tokenizer(folders / "bert").encode(text)
 
 
-def test_lines_are_independent_only_if_cuts_keep_the_tokens(folders):
-    found = {kind: open_tokenizer(folders / kind).encodes_lines for kind in KINDS}
-    assert found == {"gpt2": True, "llama": False, "t5": True, "bert": True, "words": True}
+def test_texts_are_cut_only_where_that_keeps_the_tokens(folders):
+    text = "The old\nman\r\nand the sea"
+    found = {kind: cut_text(open_tokenizer(folders / kind), text) for kind in KINDS}
+    assert found["gpt2"] == ["The", " old\n", "man\r\n", "and", " the", " sea"]
+    assert found["llama"] == [text]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=st.text(alphabet="abZ 1.,\n\r\u00e9\u65e5'\u00a0<"))
+def test_the_tokens_of_a_text_are_those_of_its_parts(folders, kind, text):
+    tokenizer = OPENED.setdefault(kind, open_tokenizer(folders / kind))
+    parts = cut_text(tokenizer, text)
+    assert "".join(parts) == text
+    assert [t for part in parts for t in tokenizer.encode(part)] == tokenizer.encode(text)
 
 
 def test_a_token_across_lines_prevents_cuts(tmp_path):
@@ -221,7 +233,7 @@ def test_a_token_across_lines_prevents_cuts(tmp_path):
         ["ab\ncd"] * 9, trainers.BpeTrainer(special_tokens=["<s>"], show_progress=False)
     )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert not open_tokenizer(tmp_path).encodes_lines
+    assert cut_text(open_tokenizer(tmp_path), "ab\ncd\r\nef") == ["ab\ncd\r\nef"]
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(folders, tmp_path):

@@ -1,5 +1,6 @@
 """Documents divided into fragments and segments: nothing is lost, whatever the piece size."""
 
+import re
 from itertools import pairwise
 
 import pytest
@@ -18,6 +19,7 @@ from transformer_vq.data.segments import (
 from transformer_vq.data.sources.base import DataError
 from transformer_vq.data.sources.readers import Piece
 
+CUTS = re.compile(r"(?<=\S\n)(?=\S)")
 TEXT = st.text("ab \n\r\u00e9\u4e00\U0001f600", max_size=60)
 
 
@@ -95,7 +97,7 @@ def test_segments_give_the_text_again(texts, size, limit):
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SEGMENT", limit)
-        found = list(segments(given_fragments, at_lines=True))
+        found = list(segments(given_fragments, CUTS))
     for number, text in enumerate(texts):
         own = [segment.text for segment in found if segment.fragment == number]
         assert "".join(own) == text
@@ -103,15 +105,15 @@ def test_segments_give_the_text_again(texts, size, limit):
             assert before[-1] == "\n"
             assert not before[-2].isspace()
             assert not after[0].isspace()
-    assert [s.text for s in segments(given_fragments, at_lines=False)] == texts
+    assert [s.text for s in segments(given_fragments, None)] == texts
 
 
 def test_a_text_without_line_ends_is_divided_at_the_limit(monkeypatch):
     monkeypatch.setattr(module, "MAX_SEGMENT", 100)
-    assert [len(part) for part in divide("x" * 250, 10)] == [100, 100, 50]
+    assert [len(part) for part in divide("x" * 250, 10, CUTS)] == [100, 100, 50]
 
 
 @pytest.mark.parametrize("data", [b"caf\xe9 x", b"\xc3", b"ok \xff"])
 def test_text_that_is_not_utf8_is_rejected_with_its_file(data):
     with pytest.raises(DataError, match="file is not UTF-8"):
-        list(segments([Fragment(0, data, "file")], at_lines=True))
+        list(segments([Fragment(0, data, "file")], CUTS))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-from data_helpers import is_lossless, story
+from data_helpers import cut_text, is_lossless, story
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -126,7 +126,12 @@ def test_lines_are_cut_only_where_that_keeps_the_tokens(learned, tmp_path):
     path = tmp_path / "other.model"
     path.write_bytes(train_other(add_dummy_prefix=False))
     tokenizers = (learned, ByteTokenizer(), SentencePieceTokenizer(path))
-    assert [tokenizer.encodes_lines for tokenizer in tokenizers] == [True, True, False]
+    text = "The old\nman and"
+    assert [cut_text(tokenizer, text) for tokenizer in tokenizers] == [
+        ["The", " old\n", "man", " and"],
+        list(text),
+        [text],
+    ]
 
 
 def test_lossy_tokenizers_are_detected(learned, tmp_path):

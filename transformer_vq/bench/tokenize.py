@@ -19,16 +19,17 @@ from transformer_vq.bench.records import TokenizeRecord, TokenizeRow
 from transformer_vq.config import DataConfig
 from transformer_vq.data.corpus import Corpus, prepare
 from transformer_vq.data.hf_tokenizer import import_tokenizers
-from transformer_vq.data.segments import SEGMENT, divide
+from transformer_vq.data.segments import LINE_STARTS, SEGMENT, divide
 from transformer_vq.data.sentencepiece_tokenizer import import_sentencepiece
 from transformer_vq.data.tokenizers import TOKENIZER_FILES
 from transformer_vq.errors import UserError
 from transformer_vq.progress import info
 
 LIBRARY_BYTES = 20_000_000  # of text that the library tokenizes alone, from memory
-# Prepares a corpus in a process of its own; prints its peak memory and the time.
+# Prepares a corpus in a process of its own; prints its peak memory and the time. getrusage would
+# include the memory of the parent, so it is used only where /proc does not exist.
 _PREPARE = """
-import json, resource, sys, time
+import json, re, resource, sys, time
 from transformer_vq.config import DataConfig
 from transformer_vq.config.checks import from_plain
 from transformer_vq.data.corpus import prepare
@@ -36,9 +37,11 @@ config = from_plain(DataConfig, json.loads(sys.argv[1]), "data")
 start = time.perf_counter()
 prepare(config, json.loads(sys.argv[2]))
 seconds = time.perf_counter() - start
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-peak_mb = peak / (1e6 if sys.platform == "darwin" else 976.5625)
-print(json.dumps({"seconds": seconds, "peak_mb": peak_mb}))
+try:
+    kib = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+except OSError:
+    kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(json.dumps({"seconds": seconds, "peak_mb": kib * 1024 / 1e6}))
 """
 
 
@@ -138,7 +141,10 @@ def _library_throughput(file: Path, texts: list[str]) -> float:
     chosen = list(islice(cycle(texts), max(1, LIBRARY_BYTES * len(texts) // sum(map(len, texts)))))
     n_bytes = sum(len(text.encode()) for text in chosen)
     best = 0.0
-    for batch in (chosen, [part for text in chosen for part in divide(text, SEGMENT) if part]):
+    for batch in (
+        chosen,
+        [part for text in chosen for part in divide(text, SEGMENT, LINE_STARTS) if part],
+    ):
         start = time.perf_counter()
         encode(batch)
         best = max(best, n_bytes / (time.perf_counter() - start) / 1e6)

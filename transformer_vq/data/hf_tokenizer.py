@@ -19,8 +19,8 @@ from transformer_vq.data.sources.paths import error_reason
 from transformer_vq.data.tokenizer_files import (
     CONFIG_FILE,
     JSON_FILE,
-    can_cut_lines,
     read_tokenizer_file,
+    safe_cuts,
     utf8,
 )
 from transformer_vq.errors import UserError, missing_extra
@@ -97,7 +97,7 @@ class HFTokenizer:
             self._texts[token] = b""
         self._byte_tokens = {x[0]: i for i, x in enumerate(self._texts) if len(x) == 1}
         self._cuts = self._find_cuts(ends)
-        self.encodes_lines = can_cut_lines(self.encode, self._texts)
+        self.cuts = safe_cuts(self.encode, self._texts)
 
     @property
     def sha256(self) -> str:

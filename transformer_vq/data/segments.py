@@ -14,7 +14,8 @@ from transformer_vq.data.sources.readers import Piece
 
 SEGMENT = 1 << 16  # characters that are tokenized at once, about
 MAX_SEGMENT = 1 << 24  # a text without usable line ends is divided here
-_LINE_START = re.compile(r"(?<=\S\n)(?=\S)")
+LINE_STARTS = re.compile(r"(?<=\n)(?=\S)")
+"""Where text may be divided to learn a vocabulary, whose tokens do not span lines."""
 _SPACES = np.zeros(256, dtype=bool)
 _SPACES[list(b" \t\n\r\x0b\x0c")] = True
 
@@ -67,14 +68,13 @@ def cut_documents(
         offset += len(data)
 
 
-def segments(fragments: Iterable[Fragment], at_lines: bool) -> Iterator[Segment]:
+def segments(fragments: Iterable[Fragment], cuts: re.Pattern[str] | None) -> Iterator[Segment]:
     """Decode fragments and divide them into segments of about SEGMENT characters.
 
-    at_lines: whether the tokenizer allows it; otherwise each fragment is one segment. A segment
-    ends where two characters that are not white space have a line end between them.
+    cuts: where a text may be divided; None makes each fragment one segment.
     Raises DataError for text that is not UTF-8.
     """
-    limit, number, name, held = SEGMENT if at_lines else 0, -1, "", ""
+    number, name, held = -1, "", ""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for fragment in fragments:
         if fragment.number != number:
@@ -82,18 +82,18 @@ def segments(fragments: Iterable[Fragment], at_lines: bool) -> Iterator[Segment]
             held = ""
         number, name = fragment.number, fragment.name
         held += _decode(decoder, fragment.data, name)
-        if limit and len(held) >= limit:
-            *ready, held = divide(held, limit)
+        if cuts is not None:
+            *ready, held = divide(held, SEGMENT, cuts)
             for text in ready:
                 yield Segment(number, text)
     yield from _end(decoder, number, held, name)
 
 
-def divide(text: str, limit: int) -> list[str]:
-    """Divide a text at line ends into segments of at least `limit` characters; the rest is last."""
+def divide(text: str, limit: int, cuts: re.Pattern[str]) -> list[str]:
+    """Divide a text at `cuts` into segments of at least `limit` characters; the rest is last."""
     found, start = [], 0
     while len(text) - start >= limit:
-        match = _LINE_START.search(text, start + limit)
+        match = cuts.search(text, start + limit)
         if match is not None:
             end = match.start()
         elif len(text) - start > MAX_SEGMENT:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from transformer_vq.data.sources.base import DataError
-from transformer_vq.data.tokenizer_files import MODEL_FILE, can_cut_lines, read_tokenizer_file, utf8
+from transformer_vq.data.tokenizer_files import MODEL_FILE, read_tokenizer_file, safe_cuts, utf8
 from transformer_vq.errors import missing_extra
 from transformer_vq.files import atomic_write
 
@@ -44,7 +44,7 @@ class SentencePieceTokenizer:
             self._texts = [_text_of(self._model, token) for token in range(self.vocab_size)]
             self._byte_tokens = _byte_tokens(self._model)
             self._by_line = _encodes_lines_independently(self._model)
-            self.encodes_lines = self._by_line or can_cut_lines(self._model.encode, self._texts)
+            self.cuts = safe_cuts(self._model.encode, self._texts)
         except Exception as error:  # SentencePiece raises many kinds of errors for corrupt files
             raise DataError(
                 f"{path} is not a SentencePiece model or is corrupt; copy it again"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -45,9 +46,8 @@ class Tokenizer(Protocol):
     """The token before each document."""
     eod: int | None
     """The token after each document; None if documents have no end token."""
-    encodes_lines: bool
-    """Whether "x\\ny" may be cut into "x\\n" and "y" without changing its tokens, if x and y are
-    not white space."""
+    cuts: re.Pattern[str] | None
+    """Places where a text may be divided without changing its tokens; None if there are none."""
 
     @property
     def sha256(self) -> str | None:
@@ -73,7 +73,7 @@ class ByteTokenizer:
     """
 
     sha256 = None
-    encodes_lines = True
+    cuts: re.Pattern[str] | None = re.compile("")  # anywhere
 
     def __init__(self, end_of_document: bool = False) -> None:
         self.vocab_size = 257 if end_of_document else 256

@@ -14,7 +14,13 @@ import numpy as np
 from transformer_vq.config.data import LearnedTokenizer
 from transformer_vq.data.corpus_writer import token_dtype
 from transformer_vq.data.scan import Plan, Scan, plan_splits, scan_documents
-from transformer_vq.data.segments import Fragment, cut_documents, segments, unix_newlines
+from transformer_vq.data.segments import (
+    LINE_STARTS,
+    Fragment,
+    cut_documents,
+    segments,
+    unix_newlines,
+)
 from transformer_vq.data.shards import (
     RoundTrip,
     Shards,
@@ -156,7 +162,7 @@ class TextSource:
         if not folder.is_dir():
             is_train = plan.splits == SPLITS.index("train")
             fragments = (x for x in self._fragments(plan) if is_train[x.number])
-            texts = (segment.text for segment in segments(fragments, at_lines=True))
+            texts = (segment.text for segment in segments(fragments, LINE_STARTS))
             with atomic_folder(folder) as partial:
                 learn_tokenizer(self.learned, texts, self.vocab_size, partial, self.n_bytes)
         return load_tokenizer(folder, end_of_document=self.ends_documents)
@@ -167,7 +173,7 @@ class TextSource:
         if isinstance(tokenizer, ByteTokenizer):
             items = encode_bytes(islice(fragments, writer.n_done, None))
         else:
-            found = islice(segments(fragments, tokenizer.encodes_lines), writer.n_done, None)
+            found = islice(segments(fragments, tokenizer.cuts), writer.n_done, None)
             items = encode_segments(found, tokenizer, round_trip)
         with progress_bar("tokenizing", self.n_bytes, "B", writer.bytes_done) as advance:
             shards = writer.write(items, advance)

@@ -21,7 +21,7 @@ from transformer_vq.data.tokenizers import Tokenizer
 from transformer_vq.files import atomic_write
 
 SHARD_BYTES = 1 << 26  # of text
-BATCH_BYTES = 1 << 20  # of text, tokenized at once
+BATCH_BYTES = 1 << 18  # of text, tokenized at once
 N_BATCHES = 2  # tokenized at the same time: one may wait for Python while the other computes
 CHECK_EVERY = 16  # segments; the round trip of one of them is checked
 

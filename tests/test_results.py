@@ -14,6 +14,7 @@ from transformer_vq.bench import (
     documents,
     plots,
     profile,
+    tokenize,
     train,
 )
 
@@ -27,6 +28,7 @@ TABLES = {
     "profile": profile.table,
     "scaling": train.table,
     "small": compare.table,
+    "tokenize": tokenize.table,
     "train": train.table,
 }
 RECORDS = sorted(path.stem for path in FOLDER.glob("*.json"))

@@ -288,7 +288,6 @@ class TokenizeRow(TypedDict):
     ratio: float
     peak_mb: float
     learning_seconds: float
-    learning_peak_mb: float
 
 
 class TokenizeRecord(TypedDict):

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from transformer_vq.data.segments import Fragment, Segment, count_words
 from transformer_vq.data.tokenizers import Tokenizer
 from transformer_vq.files import atomic_write
 
-SHARD_BYTES = 1 << 26  # of text
+SHARD_BYTES = 1 << 24  # of text
 BATCH_BYTES = 1 << 18  # of text, tokenized at once
 N_BATCHES = 2  # tokenized at the same time: one may wait for Python while the other computes
 CHECK_EVERY = 16  # segments; the round trip of one of them is checked
@@ -186,14 +185,8 @@ class Shards:
         starts = [np.cumsum(x["n_tokens"]) - x["n_tokens"] for x in shards]
         self._starts = np.concatenate(starts)
 
-        @lru_cache(maxsize=64)  # open files
-        def tokens(shard: int) -> np.ndarray:
-            path = folder / f"{shard:05d}.bin"
-            if not path.stat().st_size:
-                return np.zeros(0, dtype)
-            return np.memmap(path, dtype, mode="r")
-
-        self._tokens = tokens
+        self._folder = folder
+        self._dtype = dtype
 
     def bytes_by_fragment(self, n_fragments: int) -> np.ndarray:
         """Return how many bytes of each fragment were read, [n_fragments]."""
@@ -204,6 +197,8 @@ class Shards:
         """Yield the tokens of a fragment, in one item per shard that contains some of them."""
         first, last = np.searchsorted(self._fragments, (fragment, fragment + 1))
         for row in range(first, last):
-            start = self._starts[row]
-            tokens = self._tokens(int(self._shard[row]))[start : start + self._n_tokens[row]]
+            # Not memory-mapped: the pages would count as memory of this process.
+            path = self._folder / f"{self._shard[row]:05d}.bin"
+            offset = int(self._starts[row]) * np.dtype(self._dtype).itemsize
+            tokens = np.fromfile(path, self._dtype, int(self._n_tokens[row]), offset=offset)
             yield Encoded(fragment, tokens, int(self._n_bytes[row]), int(self._n_words[row]))

@@ -23,6 +23,7 @@ from transformer_vq.cli.output import print_json
 from transformer_vq.config import DataConfig, Dataset
 from transformer_vq.config.data import LEARNED
 from transformer_vq.errors import UserError
+from transformer_vq.progress import info
 
 if TYPE_CHECKING:
     from transformer_vq.data.corpus import Corpus
@@ -71,6 +72,9 @@ def run(arguments: list[str]) -> None:
                 "it out"
             )
         corpus = _prepare(options)
+    except KeyboardInterrupt:
+        info("interrupted; run the same command again to continue")
+        raise
     except UserError as error:
         # Library messages name options of `tvq train`, which have a section.
         message = as_options(str(error)).replace("--data.", "--")

@@ -294,8 +294,7 @@ def load_run(
     run folder or the checkpoint does not exist or is corrupt.
 
         model, tokenizer, config = load_run("runs/tiny")
-        tokens = generate(model, tokenizer.encode("import "), max_new_tokens=50)
-        print(tokenizer.decode(tokens).decode(errors="replace"))
+        print(generate_text(model, tokenizer, "import ", max_new_tokens=50))
     """
     run = Path(path)
     config = read_config(run)

@@ -188,7 +188,8 @@ def test_mutations_detect_a_disabled_check(workshop, monkeypatch, check, replace
     for module in [x for key, x in sys.modules.items() if key.startswith("transformer_vq")]:
         if check in vars(module):
             monkeypatch.setattr(module, check, replacement)
-    assert any(problem(workshop, name, number) for number in range(SLOW * SUBJECTS[name].n_cases))
+    # Many mutations are detected in other ways, so this may need more cases than the other tests.
+    assert any(problem(workshop, name, number) for number in range(400))
 
 
 def ended_with(workshop: Workshop, name: str, command: str, change: Callable[[Path], Any]) -> Any:

@@ -101,7 +101,9 @@ def test_config_of_a_run_is_a_config_file(tmp_path):
     edited = json.loads((tmp_path / "config.json").read_text())
     edited["model"]["n_code"] = 9
     (tmp_path / "config.json").write_text(json.dumps(edited))
-    assert read_config_file(tmp_path).apply(None).model.n_code == 9
+    assert read_config_file(tmp_path / "config.json").apply(None).model.n_code == 9
+    with pytest.raises(ConfigFileError, match="was edited"):
+        read_config_file(tmp_path)
 
 
 @pytest.mark.parametrize(

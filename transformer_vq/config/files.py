@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from transformer_vq.config.checks import shown
 from transformer_vq.config.run import RunConfig
 from transformer_vq.errors import UserError, missing_extra
+from transformer_vq.files import CorruptFileError, read_verified_json
 
 FileFormat = Literal["toml", "yaml", "json"]
 SECTIONS = ("data", "train", "model", "optim", "parallel")
@@ -94,6 +95,7 @@ def read_config_file(path: Path) -> ConfigFile:
         if not (path / "config.json").is_file():
             raise ConfigFileError(f"{path} is not a run folder (no config.json)")
         path = path / "config.json"
+        _check_run_config(path)
     values = _parse(path)
     if not isinstance(values, dict):
         raise ConfigFileError(f"{path}: must contain sections such as [model], not {shown(values)}")
@@ -136,6 +138,16 @@ def _unknown(section: str, key: object) -> str:
     if not close:  # a setting without its section, or in the wrong one
         close = [full for full in _types() if full.partition(".")[2] == plain]
     return f"{name} is not an option{f' (did you mean {close[0]}?)' if close else ''}"
+
+
+def _check_run_config(path: Path) -> None:
+    """Raise ConfigFileError if the config of a run is corrupt. A copy of it may be edited."""
+    try:
+        read_verified_json(path)
+    except CorruptFileError as error:
+        raise ConfigFileError(
+            f"{error}; to use an edited config, copy it and give the file as --config"
+        ) from error
 
 
 def _parse(path: Path) -> Any:

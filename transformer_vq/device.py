@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -36,6 +38,16 @@ def find_device(name: str = "auto") -> torch.device:
         reason = str(error).partition("\n")[0]
         raise UserError(f"device {name!r} does not work ({reason}); use cpu") from error
     return device
+
+
+def cpu_name() -> str:
+    """Return the model of the CPU of this machine."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def total_memory(device: torch.device) -> int:

@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 
 from transformer_vq.bench.records import Failure, Machine
-from transformer_vq.device import keep_freed_memory
+from transformer_vq.device import cpu_name, keep_freed_memory
 from transformer_vq.errors import UserError, is_out_of_memory
 
 Result = TypeVar("Result")
@@ -195,7 +195,7 @@ def machine(device: torch.device | None = None) -> Machine:
     """Return the hardware, the versions and the commit of this measurement."""
     is_gpu = device is not None and device.type == "cuda"
     return {
-        "processor": torch.cuda.get_device_name(device) if is_gpu else _cpu_name(),
+        "processor": torch.cuda.get_device_name(device) if is_gpu else cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
@@ -204,15 +204,6 @@ def machine(device: torch.device | None = None) -> Machine:
         "transformer_vq": _version(),
         "commit": _commit(),
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _version() -> str | None:

@@ -22,7 +22,12 @@ from transformer_vq.training.plots import positions
 from transformer_vq.training.report_charts import evaluation_section, finite, training_section
 from transformer_vq.training.report_page import details, figures, note, page, section, table, text
 from transformer_vq.training.rows import read_rows
-from transformer_vq.training.run_list import RunSummary, dataset_name, read_run_config, summarize
+from transformer_vq.training.run_list import (
+    RunSummary,
+    dataset_name,
+    read_run_config,
+    summarize,
+)
 
 SAMPLE_TOKENS = 400
 MAX_IMAGE = 500_000
@@ -209,24 +214,16 @@ def _environment(history: list[Row]) -> str:
 
 def _this_machine() -> list[tuple[str, str]]:
     from transformer_vq import __version__
+    from transformer_vq.device import cpu_name  # imports torch
 
     rows = [
         ("Transformer-VQ", __version__),
         ("PyTorch", metadata.version("torch")),
         ("Python", platform.python_version()),
         ("system", platform.platform(terse=True)),
-        ("CPU", f"{_cpu_name()}, {os.cpu_count()} cores"),
+        ("CPU", f"{cpu_name()}, {os.cpu_count()} cores"),
     ]
     return rows
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _footer() -> str:

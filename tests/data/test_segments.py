@@ -87,6 +87,12 @@ def test_a_cut_inside_a_character_moves_to_its_end(text, size, at):
     found.get(1, b"").decode()
 
 
+def test_a_cut_inside_the_last_character_does_not_renumber_later_documents():
+    documents = [Piece(text.encode(), True, "file") for text in ("a\u00e9", "b", "c")]
+    found = [(x.number, x.data) for x in cut_documents(documents, {0: (2,)}, True)]
+    assert found == [(0, "a\u00e9".encode()), (2, b"b"), (3, b"c")]
+
+
 @given(st.lists(TEXT, min_size=1, max_size=4), st.integers(1, 9), st.integers(1, 12))
 def test_segments_give_the_text_again(texts, size, limit):
     texts = [text for text in texts if text]

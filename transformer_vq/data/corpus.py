@@ -117,7 +117,8 @@ class Corpus:
         if name not in self.sizes:
             if name in SPLITS:
                 raise DataError(
-                    f"there is no {name} split; set --data.{name}-share or --data.{name}-path"
+                    f"these data have no {name} split; set --data.{name}-share or "
+                    f"--data.{name}-path"
                 )
             raise DataError(f"unknown split {name!r}; choose one of {', '.join(self.sizes)}")
         try:
@@ -245,7 +246,7 @@ def _from_meta(folder: Path, meta: dict[str, Any]) -> Corpus:
         if not (is_consistent and 0 < size.documents <= size.tokens and 0 <= bos < vocab_size):
             raise ValueError(f"the sizes of {name} are inconsistent")
     if not sizes or not isinstance(meta["end_of_document"], bool):
-        raise ValueError("there are no splits")
+        raise ValueError("splits are missing")
     tokenizer = next((files[name]["sha256"] for name in TOKENIZER_FILES if name in files), None)
     return Corpus(
         folder,

@@ -51,7 +51,7 @@ def cut_documents(
     for piece in pieces:
         if piece.starts_document:
             document += 1
-            number += 1
+            number += 1 + len(pending)  # a cut may have moved to the end of its document
             offset, pending = 0, list(cuts.get(document, ()))
         data = piece.data
         while pending and pending[0] < offset + len(data):

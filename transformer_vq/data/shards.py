@@ -184,14 +184,13 @@ class Shards:
         self._shard = np.repeat(np.arange(len(shards)), [len(x["fragments"]) for x in shards])
         starts = [np.cumsum(x["n_tokens"]) - x["n_tokens"] for x in shards]
         self._starts = np.concatenate(starts)
-
         self._folder = folder
         self._dtype = dtype
 
-    def bytes_by_fragment(self, n_fragments: int) -> np.ndarray:
-        """Return how many bytes of each fragment were read, [n_fragments]."""
-        counts = np.bincount(self._fragments, self._n_bytes, n_fragments)
-        return counts.astype(np.int64)
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of text in all shards."""
+        return int(self._n_bytes.sum())
 
     def read(self, fragment: int) -> Iterator[Encoded]:
         """Yield the tokens of a fragment, in one item per shard that contains some of them."""

@@ -28,7 +28,7 @@ from transformer_vq.progress import progress_bar
 
 MAX_CHARS = 1_000_000_000  # characters to train on, as many as the paper's authors used
 MAX_BPE_CHARS = 250_000_000  # bounds the memory, also for languages without spaces
-LEARNED_BOS = 1
+LEARNED_BOS = {"bpe": 0, "sentencepiece": 1}
 
 _N_SYMBOLS = 2 + 1 + 256  # unk and bos, the line end, the bytes
 _OPTIONS: dict[str, Any] = {
@@ -36,7 +36,7 @@ _OPTIONS: dict[str, Any] = {
     "model_prefix": "learned",
     "model_type": "bpe",
     "unk_id": 0,
-    "bos_id": LEARNED_BOS,
+    "bos_id": LEARNED_BOS["sentencepiece"],
     "eos_id": -1,
     "user_defined_symbols": ["\n"],
     "byte_fallback": True,

@@ -22,7 +22,7 @@ from input_helpers import (
 from transformer_vq.data.sources import compression, inputs
 from transformer_vq.data.sources.base import DataError
 from transformer_vq.data.sources.inputs import Input, find_inputs, saved_splits
-from transformer_vq.data.sources.readers import ReadCounts, inputs_size, read_pieces
+from transformer_vq.data.sources.readers import ReadCounts, read_pieces
 from transformer_vq.progress import reporting
 
 TEXT = b"".join(b"%d bottles of beer\n" % i for i in range(100))
@@ -125,17 +125,6 @@ def test_links_to_folders_and_pipes_in_a_folder_are_skipped_with_a_warning(tmp_p
     error = capsys.readouterr().err
     assert f"{tmp_path}/data/pipe" in error
     assert f"{tmp_path}/data/linked" in error
-
-
-def test_inputs_size_counts_each_file_once(tmp_path):
-    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
-        archive.writestr("a", TEXT)
-        archive.writestr("b", TEXT)
-    write(tmp_path, c=b"123")
-    found = find_inputs([str(tmp_path)])
-    assert len(found) == 3
-    assert inputs_size(found) == 3 + (tmp_path / "x.zip").stat().st_size
-    assert inputs_size([Input(tmp_path / "missing", "text")]) == 0
 
 
 def test_checking_many_files_shows_progress(tmp_path, monkeypatch):

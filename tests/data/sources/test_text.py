@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tokenizers
 from data_helpers import CONTENT, documents, rejection, story
 
 from transformer_vq.config import DataConfig
 from transformer_vq.data import shards, temporary
 from transformer_vq.data.corpus import prepare
+from transformer_vq.data.sources import compression
 from transformer_vq.data.sources import text as module
 from transformer_vq.data.sources.base import SPLITS
 from transformer_vq.data.sources.text import python_sources
@@ -96,7 +98,7 @@ def test_shares_of_zero_leave_everything_for_training(folder):
     corpus = prepare(replace(folder, validation_share=0.0, test_share=0.0))
     assert list(corpus.sizes) == ["train"]
     assert len(documents(corpus, "train")) == len(TEXTS)
-    assert "there is no test split; set --data.test-share" in rejection(corpus.split, "test")
+    assert "these data have no test split; set --data.test-share" in rejection(corpus.split, "test")
 
 
 def test_parts_with_weights_stay_together(tmp_path, folder):
@@ -115,10 +117,11 @@ def test_parts_with_weights_stay_together(tmp_path, folder):
 def test_an_interrupted_preparation_resumes(folder, monkeypatch, tokenizer):
     config = replace(folder, tokenizer=tokenizer)
     vocab_size = 300 if tokenizer == "bpe" else None
-    want = prepare(config, vocab_size).sha256
+    monkeypatch.setattr(compression, "CHUNK", 37)  # words span pieces
+    want = prepare(config, vocab_size)
     for name in os.listdir(config.cache):
         os.rename(os.path.join(config.cache, name), f"{config.cache}-{name}")
-    monkeypatch.setattr(shards, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 300)
     monkeypatch.setattr(shards, "BATCH_BYTES", 500)
     n_encoded = 0
     count_words = shards.count_words
@@ -134,14 +137,40 @@ def test_an_interrupted_preparation_resumes(folder, monkeypatch, tokenizer):
     with pytest.raises(KeyboardInterrupt):
         prepare(config, vocab_size)
     assert [name for name in os.listdir(config.cache) if name.endswith(".work")]
-    scanned, learned = [], []
+    scanned, learned, found = [], [], []
+    complete_shards = shards._complete_shards
+
+    def count_shards(folder):
+        done = complete_shards(folder)
+        found.append(len(done))
+        return done
+
+    monkeypatch.setattr(shards, "_complete_shards", count_shards)
     monkeypatch.setattr(module, "scan_documents", lambda *_: scanned.append(1))
     monkeypatch.setattr(module, "learn_tokenizer", lambda *_: learned.append(1))
     corpus = prepare(config, vocab_size)
-    assert corpus.sha256 == want
-    assert n_encoded < 25 + len(TEXTS) - 5
+    assert (corpus.sha256, corpus.sizes) == (want.sha256, want.sizes)
+    assert 0 < found[-1] < 30
     assert (scanned, learned) == ([], [])
     assert os.listdir(config.cache) == [corpus.folder.name]
+
+
+def test_a_word_at_the_place_of_the_interruption_is_counted_once(text, tmp_path, monkeypatch):
+    (tmp_path / "text").write_bytes(b"x" * 3000)
+    monkeypatch.setattr(compression, "CHUNK", 37)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 300)
+    write_shard = shards.ShardWriter._write_shard
+
+    def interrupt_the_third(writer, *arguments):
+        if len(writer._shards) == 2:
+            raise KeyboardInterrupt
+        return write_shard(writer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.ShardWriter, "_write_shard", interrupt_the_third)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(text)
+    assert [size.words for size in prepare(text).sizes.values()] == [1, 1, 1]
 
 
 def test_old_work_folders_are_deleted(folder, tmp_path):
@@ -171,7 +200,6 @@ def test_data_that_change_while_they_are_read_are_rejected(folder, monkeypatch, 
 
 
 def test_a_lossy_tokenizer_is_reported(folder, tmp_path, capsys):
-    tokenizers = pytest.importorskip("tokenizers")
     lossy = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1}, "[UNK]"))
     lossy.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     lossy.add_special_tokens(["</s>"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from transformer_vq.data.sources.base import DataError
@@ -65,17 +65,6 @@ def read_pieces(
                 failed.append((input.name, error))
     if failed:
         raise unreadable(failed, len(inputs))
-
-
-def inputs_size(inputs: Iterable[Input]) -> int:
-    """Return the bytes that inputs occupy on disk; files that do not exist count as 0."""
-    size = 0
-    for path in {input.path for input in inputs}:
-        try:
-            size += path.stat().st_size
-        except OSError:
-            continue
-    return size
 
 
 def _text_pieces(files: Files, input: Input, counts: ReadCounts) -> Iterator[Piece]:

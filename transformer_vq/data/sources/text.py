@@ -22,6 +22,7 @@ from transformer_vq.data.segments import (
     unix_newlines,
 )
 from transformer_vq.data.shards import (
+    Encoded,
     RoundTrip,
     Shards,
     ShardWriter,
@@ -32,12 +33,10 @@ from transformer_vq.data.sources.base import SPLITS, Chunk, DataError
 from transformer_vq.data.sources.inputs import Input
 from transformer_vq.data.sources.paths import file_fingerprint
 from transformer_vq.data.sources.readers import Piece, ReadCounts, read_pieces
-from transformer_vq.data.tokenizer_training import learn_tokenizer
+from transformer_vq.data.tokenizer_training import LEARNED_BOS, learn_tokenizer
 from transformer_vq.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from transformer_vq.files import atomic_folder
 from transformer_vq.progress import progress_bar, warn
-
-LEARNED_BOS = {"bpe": 0, "sentencepiece": 1}
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,7 @@ class TextSource:
         tokenizer.save(folder)
         self._eod = tokenizer.eod
         self._shards = self._tokenize(self._plan, tokenizer, work)
-        read = self._shards.bytes_by_fragment(len(self._plan.splits)).sum()
-        if read != self.n_bytes:
+        if self._shards.n_bytes != self.n_bytes:
             raise DataError("the files changed while they were read; run the command again")
 
     def chunks(self, split: str) -> Iterator[Chunk]:
@@ -170,8 +168,10 @@ class TextSource:
     def _tokenize(self, plan: Plan, tokenizer: Tokenizer, work: Path) -> Shards:
         writer = ShardWriter(work, token_dtype(self.vocab_size))
         fragments, round_trip = self._fragments(plan), RoundTrip()
+        items: Iterator[Encoded]
         if isinstance(tokenizer, ByteTokenizer):
-            items = encode_bytes(islice(fragments, writer.n_done, None))
+            # Skipped after encoding, because words may span the place where it was interrupted.
+            items = islice(encode_bytes(fragments), writer.n_done, None)
         else:
             found = islice(segments(fragments, tokenizer.cuts), writer.n_done, None)
             items = encode_segments(found, tokenizer, round_trip)

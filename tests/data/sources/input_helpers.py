@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import zipfile
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -95,3 +96,19 @@ def rejected(*paths, **options):
         read(*paths, **options)
     assert "\n" not in str(raised.value)
     return str(raised.value)
+
+
+TEXT = b"".join(b"%d bottles of beer\n" % i for i in range(100))
+LINES = jsonl(["one", "two"])
+
+
+def write(folder, **files):
+    """Write files; _ in a name stands for a dot, and __ for a slash."""
+    for name, data in files.items():
+        path = folder / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def names(*paths, format="auto"):
+    return [Path(x.name).name for x in find_inputs([str(path) for path in paths], format)]

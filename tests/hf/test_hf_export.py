@@ -97,7 +97,7 @@ def test_export_writes_the_requested_checkpoint(run, tmp_path):
     assert export(run, tmp_path / "out", "3") == "step 3"
     model = TransformerVQForCausalLM.from_pretrained(tmp_path / "out")
     for name, want in load_model(run, "3")[0].state_dict().items():
-        assert torch.equal(model.model.state_dict()[name], want), name
+        assert torch.equal(model.to_core().state_dict()[name], want), name
 
 
 def test_export_does_not_overwrite_files(run, tmp_path):

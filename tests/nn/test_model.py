@@ -134,10 +134,10 @@ def test_residual_dropout_is_drawn_every_time_and_off_in_evaluation():
 
 def test_tied_scaled_normalised_head_by_hand():
     model = make(tie_embeddings=True, final_norm=True, logit_scale=0.05)
-    assert model.head is None
+    assert model.head.weight is model.embed.weight
     features = {}
-    original = model.logits
-    model.logits = lambda x: features.setdefault("x", x) is None or original(x)
+    original = model.finish
+    model.finish = lambda x: features.setdefault("x", x) is None or original(x)
     logits = model(tokens(1, 4)).logits
     x = features["x"]
     normed = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()

@@ -11,7 +11,9 @@ from transformer_vq.ops.position import (
     local_bias,
     relative_sinusoids,
     scores_by_distance,
+    scores_of_few_queries,
     sinusoids,
+    with_few_queries,
 )
 
 
@@ -61,12 +63,15 @@ def test_causal_bias_puts_each_distance_in_its_place(n_query, n_key):
 
 @pytest.mark.parametrize("n_query", [1, 400])
 def test_scores_by_distance_do_not_depend_on_the_order_of_contraction(n_query):
-    """One query takes the decoding order, 400 the training order."""
+    """One query is cheaper in the decoding order, 400 in the training order."""
     q = torch.randn(2, 3, 2, n_query, 8, dtype=torch.float64)
     r_weight = torch.randn(3, 8, 12, dtype=torch.float64)
     table = torch.randn(50, 12, dtype=torch.float64)
     want = torch.einsum("bhgik,hkw,dw->bhgid", q, r_weight, table)
-    assert_close("scores", scores_by_distance(q, r_weight, table), want)
+    r = torch.einsum("dw,hkw->hdk", table, r_weight)
+    assert_close("scores", scores_by_distance(q, r), want)
+    assert_close("few queries", scores_of_few_queries(q, r_weight, table), want)
+    assert with_few_queries(q, table) is (n_query == 1)
 
 
 @pytest.mark.parametrize(("n_query", "n_key"), [(1, 1), (1, 4), (3, 3), (3, 7)])

@@ -236,13 +236,14 @@ def _prefill_random(model: TransformerVQ, n_tokens: int) -> Context:
     """Prefill random tokens; each segment is drawn when needed, so memory stays constant."""
     device = next(model.parameters()).device
 
-    def segment(start: int, stop: int) -> tuple[Tensor, None, None]:
-        shape = (1, stop - start)
-        return torch.randint(model.config.vocab_size, shape, device=device), None, None
+    def run(start: int, stop: int, state: ModelState, n_last: int) -> tuple[Tensor, ModelState]:
+        tokens = torch.randint(model.config.vocab_size, (1, stop - start), device=device)
+        output = model(tokens, state, n_logits=n_last)
+        return output.logits, output.state
 
     with evaluating(model):
-        output = run_segments(model, segment, n_tokens, model.init_state(1), n_last=1)
-    return Context(output.logits[:, -1], output.state)
+        logits, state = run_segments(run, n_tokens, model.init_state(1), n_last=1)
+    return Context(logits[:, -1], state)
 
 
 def _random_state(model: TransformerVQ, cell: Cell) -> ModelState:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformer_vq.config import ModelConfig
 from transformer_vq.errors import UserError
 from transformer_vq.nn.layers import FeedForward, linear, rms_norm
-from transformer_vq.nn.model import ModelOutput, TransformerVQ
+from transformer_vq.nn.model import ModelOutput, TransformerVQ, last_columns
 from transformer_vq.nn.state import ModelState
 from transformer_vq.training.sizes import flops_per_token
 
@@ -67,6 +67,8 @@ class SdpaTransformer(TransformerVQ):
         valid: Tensor | None = None,
         document_ids: Tensor | None = None,
         key_priority: Tensor | None = None,
+        *,
+        n_logits: int | None = None,
     ) -> ModelOutput:
         """Return the logits of tokens: [b, t]; the returned state is empty.
 
@@ -77,8 +79,9 @@ class SdpaTransformer(TransformerVQ):
         x = self.embed(tokens)
         for branch in self.branches:
             x = x + branch(x)
+        features = x if n_logits is None else last_columns(x, n_logits)
         return ModelOutput(
-            self.logits(x), self.init_state(len(tokens)), torch.zeros_like(x[0, 0, 0]), ()
+            self.logits(features), self.init_state(len(tokens)), torch.zeros_like(x[0, 0, 0]), ()
         )
 
 

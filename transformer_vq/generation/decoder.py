@@ -7,12 +7,14 @@ token costs the same; full attention preallocates memory for the new tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.nn.attention import FullAttention, VQAttention
-from transformer_vq.nn.layers import rms_norm
+from transformer_vq.nn.layers import is_plain, rms_norm
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.projections import AttentionLayer
 from transformer_vq.nn.quantizer import nearest_code
@@ -51,7 +53,7 @@ class Decoder:
             layer = self._layers.get(i)
             x = x + (branch(x) if layer is None else layer.step(x))
         self._position += 1
-        return self.model.logits(x)
+        return self.model.logits(self.model.finish(x))
 
     def state(self) -> ModelState:
         """Return a copy of the state, for `forward` or another decoder."""
@@ -64,21 +66,21 @@ class _Layer:
     @torch.no_grad()
     def __init__(self, attention: AttentionLayer, state: AttentionState, room: int) -> None:
         self.attention = attention
-        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        if attention.g_proj is not None:
-            projections.append(attention.g_proj)
-        self.weight = torch.cat([projection.weight for projection in projections])
-        self.widths = [projection.weight.shape[0] for projection in projections]
-        r_weight = attention.r_proj.weight.unflatten(0, (attention.n_kv_head, attention.d_k))
-        table = attention.sinusoids(state, room)
-        self.r = torch.einsum("dw,hkw->hdk", table, r_weight * attention.d_k**-0.25)
+        gates = [] if attention.g_proj is None else [attention.g_proj]
+        self.projections = [attention.q_proj, attention.k_proj, attention.v_proj, *gates]
+        self.weight: Tensor | None = None
+        """All input projections as one matrix; None if some must be called, as with adapters."""
+        if all(is_plain(projection) for projection in self.projections):
+            weights = [projection.weight for projection in self.projections]
+            self.weight, self.widths = torch.cat(weights), [len(weight) for weight in weights]
+        self.r = attention.relative_keys(attention.sinusoids(state, room))
         heads = (attention.n_kv_head, attention.n_group, attention.d_k)
         self.u, self.v = attention.u.view(heads), attention.v.view(heads)
 
     def step(self, x: Tensor) -> Tensor:
         """Return the residual branch. x: [b, d_model], same shape as the result."""
         a = self.attention
-        q, k, v, *gate = F.linear(a.norm(x), self.weight).split(self.widths, dim=-1)
+        q, k, v, *gate = self._project(a.norm(x))
         q = rms_norm(q.unflatten(-1, (a.n_kv_head, a.n_group, a.d_k)))
         k = rms_norm(k.unflatten(-1, (a.n_kv_head, a.d_k))) * a.d_k**-0.25
         v = v.unflatten(-1, (a.n_kv_head, a.d_v))
@@ -87,6 +89,11 @@ class _Layer:
         wv = self.attend(q_content, q_position, k, v).flatten(1)
         output: Tensor = a.o_proj(wv * F.silu(gate[0]) if gate else wv)
         return output
+
+    def _project(self, x: Tensor) -> Sequence[Tensor]:
+        if self.weight is None:
+            return [projection(x) for projection in self.projections]
+        return torch.split(F.linear(x, self.weight), self.widths, dim=-1)
 
     def attend(self, q_content: Tensor, q_position: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend and advance the state. q_*: [b, h, g, k], k: [b, h, k], v: [b, h, v]."""
@@ -101,9 +108,9 @@ class _VQLayer(_Layer):
     def __init__(self, attention: VQAttention, state: AttentionState) -> None:
         super().__init__(attention, state, room=1)
         self.ring = Ring.of(state)
-        self.codebook = attention.quantizer.codebook.to(accumulation_dtype(self.weight.dtype))
+        self.codebook = attention.quantizer.codebook.to(accumulation_dtype(attention.u.dtype))
         n_head, n_code, _ = self.codebook.shape
-        self.first_code = n_code * torch.arange(n_head, device=self.weight.device)
+        self.first_code = n_code * torch.arange(n_head, device=state.k.device)
 
     def attend(self, q_content: Tensor, q_position: Tensor, k: Tensor, v: Tensor) -> Tensor:
         z = nearest_code(k.to(self.codebook.dtype).unsqueeze(-2), self.codebook).squeeze(-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 
 import torch
@@ -50,42 +50,41 @@ def prefill(
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
 
-    def segment(start: int, stop: int) -> tuple[Tensor, Tensor | None, None]:
+    def run(start: int, stop: int, state: ModelState, n_last: int) -> tuple[Tensor, ModelState]:
         tokens, valid = _left_padded(prompts, start, stop, longest)
-        return tokens.to(device), None if valid.all() else valid.to(device), None
+        known = None if valid.all() else valid.to(device)
+        output: ModelOutput = model(tokens.to(device), state, known, n_logits=n_last)
+        return output.logits, output.state
 
     state = model.init_state(len(prompts)) if context is None else context.state
     with evaluating(model):
-        output = run_segments(model, segment, longest, state, n_last=1, advance=advance)
-    return Context(output.logits[:, -1], output.state)
+        logits, state = run_segments(run, longest, state, n_last=1, advance=advance)
+    return Context(logits[:, -1], state)
 
 
 def run_segments(
-    model: TransformerVQ,
-    segment: Callable[[int, int], tuple[Tensor, Tensor | None, Tensor | None]],
+    run: Callable[[int, int, ModelState, int], tuple[Tensor, ModelState]],
     seq_len: int,
-    state: ModelState | None,
+    state: ModelState,
     *,
     n_last: int,
     advance: Callable[[int], None] = lambda n: None,
-) -> ModelOutput:
-    """Run a long input through the model in segments; the one place where prompts are cut.
+) -> tuple[Tensor, ModelState]:
+    """Run a long input through a model in segments; the one place where prompts are cut.
 
-    segment(start, stop) returns tokens, valid and document_ids of these columns, on the device of
-    the model. Return the last output, with logits for the last `n_last` columns only: the logits of
-    a long prompt could fill the memory.
+    run(start, stop, state, n) processes these columns and returns the output of the last n of them
+    and the next state. Return the outputs of the last `n_last` columns, and the last state: the
+    outputs of a long prompt could fill the memory.
     """
-    logits: list[Tensor] = []
+    outputs: list[Tensor] = []
     for start in range(0, seq_len, SEGMENT_LEN):
         stop = min(start + SEGMENT_LEN, seq_len)
-        tokens, valid, document_ids = segment(start, stop)
-        output: ModelOutput = model(tokens, state, valid, document_ids)
-        state = output.state
-        n_wanted = stop - max(start, seq_len - n_last)
+        n_wanted = max(stop - max(start, seq_len - n_last), 0)
+        output, state = run(start, stop, state, n_wanted)
         if n_wanted > 0:
-            logits.append(output.logits[:, -n_wanted:])
+            outputs.append(output)
         advance(stop - start)
-    return replace(output, logits=torch.cat(logits, dim=1))
+    return torch.cat(outputs, dim=1), state
 
 
 def _left_padded(

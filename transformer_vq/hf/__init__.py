@@ -1,24 +1,41 @@
 """Adapters for Hugging Face transformers.
 
-Importing this package registers the model with AutoConfig, AutoModelForCausalLM and AutoTokenizer.
-They and pipelines can then load a folder written by `transformer_vq.hf.export`.
+Importing this package registers the model with the Auto classes. They and pipelines can then load a
+folder written by `transformer_vq.hf.export`.
 """
 
 from transformer_vq.errors import missing_extra
 
 try:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import (
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+    )
 except ImportError as error:
     raise missing_extra("transformer_vq.hf", "transformers>=5") from error
 
 from transformer_vq.hf.cache import TransformerVQCache
+from transformer_vq.hf.classification import TransformerVQForSequenceClassification
 from transformer_vq.hf.configuration_transformer_vq import TransformerVQConfig
-from transformer_vq.hf.modeling_transformer_vq import TransformerVQForCausalLM, TransformerVQOutput
+from transformer_vq.hf.modeling_transformer_vq import (
+    TransformerVQForCausalLM,
+    TransformerVQModel,
+    TransformerVQModelOutput,
+    TransformerVQOutput,
+    TransformerVQPreTrainedModel,
+)
 from transformer_vq.hf.tokenization_transformer_vq import TransformerVQTokenizer
 from transformer_vq.hf.trainer import CodebookCallback
 
 AutoConfig.register(TransformerVQConfig.model_type, TransformerVQConfig, exist_ok=True)
+AutoModel.register(TransformerVQConfig, TransformerVQModel, exist_ok=True)
 AutoModelForCausalLM.register(TransformerVQConfig, TransformerVQForCausalLM, exist_ok=True)
+AutoModelForSequenceClassification.register(
+    TransformerVQConfig, TransformerVQForSequenceClassification, exist_ok=True
+)
 AutoTokenizer.register(TransformerVQConfig, TransformerVQTokenizer, exist_ok=True)
 
 __all__ = [
@@ -26,6 +43,10 @@ __all__ = [
     "TransformerVQCache",
     "TransformerVQConfig",
     "TransformerVQForCausalLM",
+    "TransformerVQForSequenceClassification",
+    "TransformerVQModel",
+    "TransformerVQModelOutput",
     "TransformerVQOutput",
+    "TransformerVQPreTrainedModel",
     "TransformerVQTokenizer",
 ]

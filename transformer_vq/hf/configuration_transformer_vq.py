@@ -11,6 +11,7 @@ from transformers.utils import CONFIG_NAME
 from transformer_vq.config import ModelConfig
 from transformer_vq.hf.checksums import check_folder
 
+UNLIMITED = 10**9
 _DEFAULTS = asdict(ModelConfig(vocab_size=256, d_model=768, n_layer=24))
 
 
@@ -28,7 +29,10 @@ class TransformerVQConfig(PreTrainedConfig):
         "hidden_size": "d_model",
         "num_hidden_layers": "n_layer",
         "tie_word_embeddings": "tie_embeddings",
+        "head_dim": "d_k",
     }
+    max_position_embeddings = UNLIMITED
+    """Maximum number of tokens, which tools read; this model has no limit."""
 
     def __init__(
         self,
@@ -73,3 +77,13 @@ class TransformerVQConfig(PreTrainedConfig):
         return ModelConfig(
             **{field.name: getattr(self, field.name) for field in fields(ModelConfig)}
         )
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Number of query heads, which follows from the head type and the widths."""
+        return self.to_model_config().layer.heads.n_head
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Number of key and value heads, each with a codebook."""
+        return self.to_model_config().layer.heads.n_kv_head

@@ -1,4 +1,4 @@
-"""`TransformerVQ` as a transformers model, for `generate`, `Trainer` and pipelines.
+"""`TransformerVQ` as transformers models, for `generate`, `Trainer`, pipelines and other tools.
 
 This module only adapts interfaces: attention masks become `valid`, the cache stores the
 `ModelState`, and labels give the training loss. All mathematics is in the core model.
@@ -6,33 +6,35 @@ This module only adapts interfaces: attention masks become `valid`, the cache st
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from transformer_vq.errors import UserError
 from transformer_vq.generation.prefill import SEGMENT_LEN, run_segments
+from transformer_vq.hf.branches import BRANCH_TYPES
 from transformer_vq.hf.cache import TransformerVQCache
-from transformer_vq.hf.checksums import check_folder, write_checksums
+from transformer_vq.hf.codebooks import CodebookUpdates
 from transformer_vq.hf.configuration_transformer_vq import TransformerVQConfig
-from transformer_vq.nn.model import ModelOutput, TransformerVQ
-from transformer_vq.nn.quantizer import CodeUsage, add_usages, token_priority
+from transformer_vq.hf.inputs import check_inputs, document_ids_of, valid_tokens
+from transformer_vq.hf.saving import SavedModel
+from transformer_vq.nn.layers import Head, ScaledSinusoids
+from transformer_vq.nn.model import TransformerVQ, last_columns, scaled_features
+from transformer_vq.nn.projections import AttentionLayer
+from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
+from transformer_vq.nn.stack import Stack, StackOutput
 from transformer_vq.nn.state import ModelState
-from transformer_vq.parallel.data_parallel import default_group
 
-_UNSUPPORTED = {
-    "inputs_embeds": "pass token ids as input_ids instead",
-    "position_ids": "positions follow from attention_mask; use document_ids for packed documents",
-    "output_attentions": "the attention matrix is never computed",
-    "output_hidden_states": "hidden states are not stored",
-}
+
+@dataclass
+class TransformerVQModelOutput(BaseModelOutputWithPast):
+    """Adds commit_loss: the core model's, or None if a long prompt was run in segments."""
+
+    commit_loss: Tensor | None = None
 
 
 @dataclass
@@ -42,86 +44,134 @@ class TransformerVQOutput(CausalLMOutputWithPast):
     commit_loss: Tensor | None = None
 
 
-class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
-    """A causal language model for transformers that wraps the `TransformerVQ` in `self.model`.
-
-    Codebooks are buffers, not parameters. In training, each forward pass adds its statistics to
-    `code_usage`; call `update_codebooks` once per optimizer step to apply them. With a `Trainer`,
-    `CodebookCallback` does that.
-    """
+class TransformerVQPreTrainedModel(SavedModel, PreTrainedModel):
+    """Settings, initial weights and codebook updates of all Transformer-VQ models."""
 
     config_class = TransformerVQConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _is_stateful = True
     _input_embed_layer = "embed"
-    _no_split_modules: ClassVar = ["VQAttention", "FullAttention", "FeedForward"]
+    _no_split_modules: ClassVar = [vars(BRANCH_TYPES)[name].__name__ for name in vars(BRANCH_TYPES)]
+    _skip_keys_device_placement: ClassVar = ["past_key_values"]
     _keep_in_fp32_modules_strict: ClassVar = ["c_sum", "c_count"]
 
-    def __init__(self, config: TransformerVQConfig) -> None:
-        super().__init__(config)
-        self.model = TransformerVQ(config.to_model_config())
-        self.gradient_checkpointing = False
-        self._n_micro_batches = 0
-        self.code_usage: tuple[CodeUsage, ...] | None = None
-        """Sum over the training passes since the last `update_codebooks`, or None."""
-        self.post_init()
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Draw the initial weights of the core model, also for codebooks."""
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=module.in_features**-0.5)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight)
+        elif isinstance(module, AttentionLayer):
+            init.zeros_(module.u)
+            init.zeros_(module.v)
+        elif isinstance(module, ScaledSinusoids):
+            init.zeros_(module.scale)
+        elif isinstance(module, VectorQuantizer):
+            init.normal_(module.c_sum, std=module.c_sum.shape[1] ** -0.5)
+            init.ones_(module.c_count)
+            init.constant_(module.started, float(module.codebook_init == "random"))
+
+    @property
+    def code_usage(self) -> tuple[CodeUsage, ...] | None:
+        """Codebook statistics of the training passes since the last optimizer step, or None."""
+        return self.base_model.code_usage  # type: ignore[no-any-return]
+
+    def update_codebooks(self, *args: Any) -> None:
+        """Apply the code usage now; otherwise this happens after the next optimizer step."""
+        self.base_model.update_codebooks(*args)
+
+    def drop_code_usage(self) -> None:
+        """Discard the code usage since the last optimizer step."""
+        self.base_model.drop_code_usage()
+
+    def freeze_codebooks(self, freeze: bool = True) -> None:
+        """Select whether training leaves the codebooks unchanged."""
+        self.base_model.codebooks_frozen = freeze
 
     @classmethod
-    def from_core(cls, model: TransformerVQ, **kwargs: Any) -> TransformerVQForCausalLM:
-        """Wrap an existing model without copying it; `kwargs` are passed to the config."""
-        with torch.device("meta"):
-            wrapped = cls(TransformerVQConfig.from_model_config(model.config, **kwargs))
-        wrapped.model = model
-        wrapped.train(model.training)
-        return wrapped
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+
+class TransformerVQModel(CodebookUpdates, TransformerVQPreTrainedModel, Stack):
+    """The model without a head: returns features for each token (`last_hidden_state`).
+
+    Codebooks are buffers, not parameters. They are updated after each optimizer step with the
+    statistics of all training passes since the last one; see `transformer_vq.hf.codebooks`.
+    """
+
+    def __init__(self, config: TransformerVQConfig) -> None:
+        PreTrainedModel.__init__(self, config)
+        self.build(config.to_model_config(), types=BRANCH_TYPES)
+        self.post_init()  # type: ignore[operator]
 
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: TransformerVQCache | None = None,
-        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
+        output_hidden_states: bool | None = None,
         document_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
         return_dict: bool | None = None,
+        n_last: int | None = None,
         **kwargs: Any,
-    ) -> TransformerVQOutput | tuple[Any, ...]:
-        """Return loss, logits, cache and commitment loss.
+    ) -> TransformerVQModelOutput | tuple[Any, ...]:
+        """Return features, cache and commitment loss.
 
-        input_ids: [b, t], only the tokens that are not yet in `past_key_values`.
+        input_ids: [b, t], only the tokens that are not yet in `past_key_values`; or instead
+        inputs_embeds: [b, t, hidden_size].
         attention_mask: [b, t] or longer, 0 for padding; only the last t columns are used.
-        labels: [b, t], shifted internally, -100 for positions without a target. The loss is
-            cross-entropy plus the weighted commitment loss.
+        output_hidden_states: return the embeddings and the features after each layer.
         document_ids: [b, t], ids of packed documents; tokens attend within their document only.
-        logits_to_keep: number of last positions to return logits for (0: all), or their indices.
+        position_ids: [b, t], another way to describe packed documents: each begins at position 0.
+            They are ignored with a cache, where positions follow from the attention mask.
+        n_last: number of last tokens to return features for; all by default.
         """
-        for name, why in _UNSUPPORTED.items():
-            if kwargs.get(name) is not None and kwargs[name] is not False:
-                raise ValueError(f"{name} is not supported: {why}")
-        if input_ids is None:
-            raise ValueError("input_ids is required")
+        given = check_inputs(input_ids, inputs_embeds, kwargs)
+        n_rows, seq_len = given.shape[:2]
         cache = self._cache(past_key_values, use_cache)
         state = None if cache is None else cache.state
-        valid = _valid(attention_mask, input_ids)
-        n_last = logits_to_keep if isinstance(logits_to_keep, int) else 0
-        is_prefill = n_last > 0 and labels is None and not torch.is_grad_enabled()
-        if is_prefill and input_ids.shape[1] > SEGMENT_LEN:
-            output = self._run_prompt(input_ids, state, valid, document_ids, n_last)
+        valid = valid_tokens(attention_mask, given)
+        if document_ids is None and cache is None:
+            document_ids = document_ids_of(position_ids)
+        keep_hidden = (
+            self.config.output_hidden_states
+            if output_hidden_states is None
+            else output_hidden_states
+        )
+        is_prefill = not torch.is_grad_enabled() and not keep_hidden
+        if n_last is not None and is_prefill and seq_len > SEGMENT_LEN:
+            output = self._run_prompt(input_ids, inputs_embeds, state, valid, document_ids, n_last)
+            commit_loss = None
         else:
-            priority = self._key_priority(input_ids, valid)
-            output = self.model(input_ids, state, valid, document_ids, priority)
+            uses_priority = self.training and self.uses_candidates
+            priority = self.key_priority(n_rows, seq_len, valid) if uses_priority else None
+            output = self.run(
+                input_ids,
+                state,
+                valid,
+                document_ids,
+                priority,
+                embeds=inputs_embeds,
+                keep_hidden=bool(keep_hidden),
+            )
+            commit_loss = output.commit_loss
         if self.training and torch.is_grad_enabled():
-            self._add_usage(output.code_usage)
+            self.add_usage(output.code_usage)
         if cache is not None:
-            cache.advance(output.state, input_ids.shape[1])
-        kept = slice(-n_last, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        result = TransformerVQOutput(
-            loss=None if labels is None else self._loss(output, labels, **kwargs),
-            logits=output.logits[:, kept],
+            cache.advance(output.state, seq_len)
+        result = TransformerVQModelOutput(
+            last_hidden_state=output.x if n_last is None else last_columns(output.x, n_last),
             past_key_values=cache,
-            commit_loss=output.commit_loss,
+            hidden_states=output.hidden,
+            commit_loss=commit_loss,
         )
         return_dict = self.config.return_dict if return_dict is None else return_dict
         return result if return_dict else result.to_tuple()
@@ -139,24 +189,113 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _run_prompt(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None,
+        embeds: Tensor | None,
         state: ModelState | None,
         valid: Tensor | None,
         document_ids: Tensor | None,
         n_last: int,
-    ) -> ModelOutput:
-        """Run a long prompt in segments, because the logits of all tokens may not fit in memory."""
+    ) -> StackOutput:
+        """Run a long prompt in segments; the features of the last `n_last` tokens are kept."""
+        given = embeds if tokens is None else tokens
+        assert given is not None
 
-        def segment(start: int, stop: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-            parts = [None if x is None else x[:, start:stop] for x in (valid, document_ids)]
-            return tokens[:, start:stop], parts[0], parts[1]
+        def run(start: int, stop: int, state: ModelState, n: int) -> tuple[Tensor, ModelState]:
+            columns = [
+                None if x is None else x[:, start:stop]
+                for x in (tokens, valid, document_ids, embeds)
+            ]
+            output = self.run(columns[0], state, columns[1], columns[2], embeds=columns[3])
+            return last_columns(output.x, n), output.state
 
-        output = run_segments(self.model, segment, tokens.shape[1], state, n_last=n_last)
-        return replace(output, commit_loss=None)  # type: ignore[arg-type]
+        if state is None:
+            state = self.init_state(given.shape[0], given.device)
+        x, state = run_segments(run, given.shape[1], state, n_last=n_last)
+        return StackOutput(x, state, x.new_zeros(()), ())
 
-    def _loss(self, output: ModelOutput, labels: Tensor, **kwargs: Any) -> Tensor:
-        loss = self.loss_function(output.logits, labels, self.config.vocab_size, **kwargs)
-        commit_loss = output.commit_loss
+
+class TransformerVQForCausalLM(TransformerVQPreTrainedModel, GenerationMixin):
+    """A causal language model: `TransformerVQModel` and an output head."""
+
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed.weight"}
+
+    def __init__(self, config: TransformerVQConfig) -> None:
+        super().__init__(config)
+        self.model = TransformerVQModel(config)
+        bias = not config.tie_word_embeddings
+        self.lm_head = Head(config.hidden_size, config.vocab_size, bias)
+        self.post_init()
+
+    @classmethod
+    def from_core(cls, model: TransformerVQ, **kwargs: Any) -> TransformerVQForCausalLM:
+        """Wrap a core model, sharing its tensors; `kwargs` are passed to the config."""
+        with torch.device("meta"):
+            wrapped = cls(TransformerVQConfig.from_model_config(model.config, **kwargs))
+        share_tensors(model, wrapped.model)
+        share_tensors(model.head, wrapped.lm_head)
+        wrapped.train(model.training)
+        return wrapped
+
+    def to_core(self) -> TransformerVQ:
+        """Return the core model with the same tensors, for `generate`, `evaluate` and others."""
+        with torch.device("meta"):
+            core = TransformerVQ(self.config.to_model_config())
+        share_tensors(self.model, core)
+        share_tensors(self.lm_head, core.head)
+        return core.train(self.training)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: TransformerVQCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        document_ids: Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> TransformerVQOutput | tuple[Any, ...]:
+        """Return loss, logits, cache and commitment loss.
+
+        labels: [b, t], shifted internally, -100 for positions without a target. The loss is
+            cross-entropy plus the weighted commitment loss.
+        logits_to_keep: number of last positions to return logits for (0: all), or their indices.
+        The other arguments are those of `TransformerVQModel.forward`.
+        """
+        n_last = logits_to_keep if isinstance(logits_to_keep, int) else 0
+        output = self.model(
+            input_ids,
+            attention_mask,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            document_ids,
+            n_last=n_last if n_last > 0 and labels is None else None,
+            return_dict=True,
+            **kwargs,
+        )
+        x = output.last_hidden_state
+        kept = slice(-n_last, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(scaled_features(x[:, kept], self.config.logit_scale))
+        loss = None
+        if labels is not None:
+            loss = self._loss(logits, labels, output.commit_loss, **kwargs)
+        result = TransformerVQOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+            commit_loss=output.commit_loss,
+        )
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        return result if return_dict else result.to_tuple()
+
+    def _loss(self, logits: Tensor, labels: Tensor, commit_loss: Tensor, **kwargs: Any) -> Tensor:
+        loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         if kwargs.get("num_items_in_batch") is not None:
             # With gradient accumulation, this batch is only a fraction of the optimizer step.
             targets = kwargs.get("shift_labels")
@@ -166,84 +305,15 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
         total: Tensor = loss + self.config.commit_coef * commit_loss
         return total
 
-    def _key_priority(self, tokens: Tensor, valid: Tensor | None) -> Tensor | None:
-        """Return the priority of keys as candidates for new codes, or None if it is not needed.
-
-        The result is the same for any number of micro-batches and ranks. Rows are numbered in the
-        order in which a `Trainer` distributes them: by micro-batch, then by rank.
-        """
-        if not (self.training and self.model.uses_candidates):
-            return None
-        group = default_group()
-        rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        n_rows, seq_len = tokens.shape
-        first_row = (self._n_micro_batches * size + rank) * n_rows
-        return token_priority(n_rows, seq_len, valid, tokens.device, first_row)
-
-    def _add_usage(self, usages: tuple[CodeUsage, ...]) -> None:
-        self._n_micro_batches += 1
-        self.code_usage = add_usages(self.code_usage, usages)
-
-    def update_codebooks(self, code_usage: Sequence[CodeUsage] | None = None) -> None:
-        """Move the codebooks towards the keys of `code_usage`; call once per optimizer step.
-
-        By default, the code usage of all training passes since the last call.
-        """
-        code_usage = self.code_usage if code_usage is None else code_usage
-        if code_usage is not None:
-            self.model.update_codebooks(code_usage)
-        self.drop_code_usage()
-
-    def drop_code_usage(self) -> None:
-        """Discard the code usage since the last `update_codebooks`."""
-        self.code_usage, self._n_micro_batches = None, 0
-
-    @classmethod
-    def from_pretrained(
-        cls, *args: Any, output_loading_info: bool = False, **kwargs: Any
-    ) -> TransformerVQForCausalLM | tuple[TransformerVQForCausalLM, dict[str, Any]]:
-        """Load a model as in transformers, but reject incomplete or corrupt folders."""
-        check_folder(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
-        model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
-        if info["missing_keys"]:
-            names = ", ".join(sorted(info["missing_keys"]))
-            raise UserError(f"the folder has no {names}; export the model again")
-        _align(model)
-        return (model, info) if output_loading_info else model
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model as in transformers; warn if code usage has not been applied."""
-        if self.code_usage is not None:
-            warnings.warn(
-                "the codebooks were not updated after training; add CodebookCallback() to the "
-                "Trainer, or call update_codebooks() after each optimizer step",
-                stacklevel=2,
-            )
-        super().save_pretrained(*args, **kwargs)
-        write_checksums(args[0] if args else kwargs["save_directory"])
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.model.embed if self.model.head is None else self.model.head
-
-    def resize_token_embeddings(
-        self, new_num_tokens: int | None = None, *args: Any, **kwargs: Any
-    ) -> nn.Module:
-        if new_num_tokens not in (None, self.config.vocab_size):
-            raise ValueError(
-                f"the vocabulary has {self.config.vocab_size} tokens and cannot be resized"
-            )
-        return self.model.embed
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: the core model initializes its own weights."""
-
-    def _set_gradient_checkpointing(self, enable: bool = True, **kwargs: Any) -> None:
-        self.gradient_checkpointing = enable
-        self.model.set_execution(checkpoint_activations=enable)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Resize the vocabulary as in transformers; logits stay in float32."""
+        embeddings: nn.Module = super().resize_token_embeddings(*args, **kwargs)
+        old = self.lm_head
+        if not isinstance(old, Head):
+            with torch.device("meta"):
+                self.lm_head = Head(old.in_features, old.out_features, old.bias is not None)
+            share_tensors(old, self.lm_head)
+        return embeddings
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -259,26 +329,11 @@ class TransformerVQForCausalLM(PreTrainedModel, GenerationMixin):
         return torch.ones(inputs_tensor.shape[:2], dtype=torch.long, device=inputs_tensor.device)
 
 
-def _align(model: nn.Module) -> None:
-    """Copy tensors of a mapped file to aligned memory.
-
-    Matrix products round by alignment, so without this the logits could differ from the run's.
-    """
-    for x in (*model.parameters(), *model.buffers()):
-        if x.device.type == "cpu" and x.data_ptr() % 64 != 0:
-            x.data = x.data.clone()
-
-
-def _valid(attention_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """Return the mask of tokens that are not padding, [b, t], or None if there is no padding."""
-    if attention_mask is None:
-        return None
-    n_rows, n_columns = tokens.shape
-    fits = attention_mask.ndim == 2 and attention_mask.shape[0] == n_rows
-    if not fits or attention_mask.shape[1] < n_columns:
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, expected at least "
-            f"[{n_rows}, {n_columns}]; extra columns are for earlier tokens"
-        )
-    valid = attention_mask[:, -n_columns:].bool()
-    return None if not torch.compiler.is_compiling() and valid.all() else valid
+def share_tensors(source: nn.Module, target: nn.Module) -> None:
+    """Give `target` the tensors of `source` with the same names, without copying them."""
+    modules = dict(source.named_modules())
+    for name, module in target.named_modules():
+        if name in modules:
+            for kind in ("_parameters", "_buffers"):
+                own = getattr(module, kind)
+                own.update({n: getattr(modules[name], n) for n in own if own[n] is not None})

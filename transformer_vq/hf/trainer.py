@@ -1,4 +1,4 @@
-"""Callback that updates the codebooks when training with a transformers `Trainer`."""
+"""Optional callback for a transformers `Trainer`."""
 
 from __future__ import annotations
 
@@ -6,25 +6,21 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from transformer_vq.hf.modeling_transformer_vq import TransformerVQForCausalLM
-from transformer_vq.parallel.data_parallel import default_group, total_usage
+from transformer_vq.hf.modeling_transformer_vq import TransformerVQModel
 
 
 class CodebookCallback(TrainerCallback):
-    """Updates codebooks once per optimizer step: `Trainer(..., callbacks=[CodebookCallback()])`.
+    """Discards the code usage of optimizer steps that were skipped, as with fp16 gradient scaling.
 
-    The code usage of all micro-batches is summed over the step and over all processes. Gradient
-    accumulation and gradient checkpointing do not change the result. If the optimizer skips a
-    step, the codebooks skip it too.
+    Codebooks are updated after each optimizer step without a callback. Without this one, the
+    statistics of a skipped step are applied together with those of the next step.
     """
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        skipped = getattr(kwargs.get("optimizer"), "step_was_skipped", False)
         for module in kwargs["model"].modules():
-            if not isinstance(module, TransformerVQForCausalLM):
+            if not isinstance(module, TransformerVQModel):
                 continue
-            if skipped or module.code_usage is None:
+            if getattr(kwargs.get("optimizer"), "step_was_skipped", False):
                 module.drop_code_usage()
             else:
-                module.code_usage = total_usage(module.code_usage, default_group())
-                module.update_codebooks()
+                module.update_codebooks()  # for optimizers that are not from torch.optim

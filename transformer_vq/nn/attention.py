@@ -71,11 +71,12 @@ class VQAttention(AttentionLayer):
         self.exchange: Callable[[AttentionInputs, AttentionState], AttentionState] | None = None
         """Context parallelism: in training, returns the state before this rank's shard."""
 
-    def init_state(self, batch_size: int) -> AttentionState:
+    def init_state(self, batch_size: int, device: torch.device | None = None) -> AttentionState:
         config = self.config
         return self._empty_state(
             batch_size,
             config.block_len,
+            device,
             n_code=config.n_code,
             compressive_cache=config.compressive_cache,
         )
@@ -137,7 +138,7 @@ class VQAttention(AttentionLayer):
         k, v = self._keys_and_values(x_tilde)
         valid = None if packing is None else packing.valid
         quantized = self.quantizer(k, valid, inputs.key_priority)
-        k_hat, z, codebook = quantized.k_hat, quantized.z, self.quantizer.codebook
+        k_hat, z, codebook = quantized.k_hat, quantized.z, quantized.codebook
         by_distance = self._by_distance(q_position, inputs.sinusoids, state.sinusoid_mask)
         if self.exchange is not None and self._is_sharded():
             shard = AttentionInputs(q_content, k_hat, z, v, codebook, by_distance, packing)
@@ -198,8 +199,8 @@ class FullAttention(AttentionLayer):
         config = AttentionConfig(d_model, **{"attention": "full", **options})
         super().__init__(config, checkpoint_activations)
 
-    def init_state(self, batch_size: int) -> AttentionState:
-        return self._empty_state(batch_size, window_len=0)
+    def init_state(self, batch_size: int, device: torch.device | None = None) -> AttentionState:
+        return self._empty_state(batch_size, 0, device)
 
     def max_distance(self, state: AttentionState, seq_len: int) -> int:
         return state.k.shape[-2] + seq_len - 1

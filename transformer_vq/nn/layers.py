@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from transformer_vq.ops.cache import accumulation_dtype
 from transformer_vq.ops.position import sinusoids
+from transformer_vq.ops.precision import full_precision
 
 NORM_EPS = 1e-6
 
@@ -74,10 +75,46 @@ class _Gated(torch.autograd.Function):
 def linear(d_in: int, d_out: int, bias: bool = False) -> nn.Linear:
     """Return a projection with weights of variance 1 / d_in and, optionally, a zero bias."""
     layer = nn.Linear(d_in, d_out, bias=bias)
-    nn.init.normal_(layer.weight, std=d_in**-0.5)
-    if bias:
-        nn.init.zeros_(layer.bias)
+    init_linear(layer)
     return layer
+
+
+def init_linear(layer: nn.Linear) -> None:
+    """Draw the initial weights of a projection: variance 1 / d_in, and a zero bias."""
+    nn.init.normal_(layer.weight, std=layer.in_features**-0.5)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Return whether calling a linear layer only multiplies by its weight.
+
+    Not so for layers with hooks (offloading), adapters (LoRA) or quantized weights: these must be
+    called. Only a plain layer may be replaced by a cheaper product with the same weight.
+    """
+    return (
+        type(layer) is nn.Linear
+        and layer.bias is None
+        and type(layer.weight) in (nn.Parameter, Tensor)
+        and "forward" not in vars(layer)
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and not (layer._backward_hooks or layer._backward_pre_hooks)
+    )
+
+
+class Head(nn.Linear):
+    """The output projection, in float32 or better, whatever the precision of the rest."""
+
+    def __init__(self, d_model: int, vocab_size: int, bias: bool = True) -> None:
+        super().__init__(d_model, vocab_size, bias)
+        init_linear(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits. x: [..., d_model] -> [..., vocab_size]."""
+        with full_precision(x.device):
+            exact = accumulation_dtype(self.weight.dtype)
+            bias = None if self.bias is None else self.bias.to(exact)
+            return F.linear(x.to(exact), self.weight.to(exact), bias)
 
 
 class FeedForward(nn.Module):

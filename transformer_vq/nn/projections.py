@@ -16,10 +16,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from transformer_vq.config import AttentionConfig, Heads
-from transformer_vq.nn.layers import gated, linear, rms_norm
+from transformer_vq.nn.layers import gated, is_plain, linear, rms_norm
 from transformer_vq.nn.quantizer import CodeUsage
 from transformer_vq.ops.inputs import split
-from transformer_vq.ops.position import relative_sinusoids, scores_by_distance
+from transformer_vq.ops.position import (
+    relative_sinusoids,
+    scores_by_distance,
+    scores_of_few_queries,
+    with_few_queries,
+)
 from transformer_vq.ops.ragged import Packing, read_packing
 from transformer_vq.ops.state import AttentionState
 
@@ -102,7 +107,7 @@ class AttentionLayer(nn.Module):
         self.n_kv_head, self.n_group = heads.n_kv_head, heads.n_group
         self.d_k, self.d_v = heads.d_k, heads.d_v
 
-    def init_state(self, batch_size: int) -> AttentionState:
+    def init_state(self, batch_size: int, device: torch.device | None = None) -> AttentionState:
         """Return the state before the first token of `batch_size` sequences."""
         raise NotImplementedError
 
@@ -112,14 +117,19 @@ class AttentionLayer(nn.Module):
 
     def sinusoids(self, state: AttentionState, seq_len: int) -> Tensor:
         """Return the sinusoids of all distances of a segment; layers of one shape share them."""
-        weight = self.r_proj.weight
         return relative_sinusoids(
             self.max_distance(state, seq_len),
             self.config.d_model,
             self.config.pe_wavelength,
-            weight.dtype,
-            weight.device,
+            self.u.dtype,
+            state.k.device,
         )
+
+    def relative_keys(self, table: Tensor) -> Tensor:
+        """Return r, the projected sinusoids. table: [d, d_model] -> [h, d, k]."""
+        projected: Tensor = self.r_proj(table)
+        r: Tensor = projected.unflatten(-1, (self.n_kv_head, self.d_k)) * self.d_k**-0.25
+        return r.transpose(0, 1)
 
     def _start(
         self,
@@ -133,7 +143,7 @@ class AttentionLayer(nn.Module):
     ) -> tuple[LayerInputs, AttentionState]:
         """Check the arguments of `forward`, and fill in defaults."""
         self._check(x, state)
-        state = self.init_state(x.shape[0]) if state is None else state
+        state = self.init_state(x.shape[0], x.device) if state is None else state
         if sinusoids is None:
             sinusoids = self.sinusoids(state, x.shape[1])
         is_gathered = packing is not None
@@ -176,8 +186,11 @@ class AttentionLayer(nn.Module):
     def _by_distance(self, q: Tensor, sinusoids: Tensor, mask: Tensor | None) -> Tensor:
         """Return the positional scores of each query for each distance: [b, h, g, t, d]."""
         table = sinusoids if mask is None else sinusoids * mask / (1 - self.config.p_dropsin)
-        r_weight = self.r_proj.weight.unflatten(0, (self.n_kv_head, self.d_k)) * self.d_k**-0.25
-        return scores_by_distance(q, r_weight, table.to(q.dtype))
+        table = table.to(q.dtype)
+        if with_few_queries(q, table) and is_plain(self.r_proj):  # decoding
+            weight = self.r_proj.weight.unflatten(0, (self.n_kv_head, self.d_k))
+            return scores_of_few_queries(q, weight * self.d_k**-0.25, table)
+        return scores_by_distance(q, self.relative_keys(table))
 
     def _check(self, x: Tensor, state: AttentionState | None) -> None:
         if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.config.d_model:
@@ -215,7 +228,10 @@ class AttentionLayer(nn.Module):
             "cache": None,
         }
 
-    def _empty_state(self, batch_size: int, window_len: int, **options: Any) -> AttentionState:
-        weight = self.o_proj.weight
+    def _empty_state(
+        self, batch_size: int, window_len: int, device: torch.device | None, **options: Any
+    ) -> AttentionState:
+        # Only parameters of this module are used: those of others may be offloaded or quantized.
         shape = (batch_size, self.n_kv_head, window_len, self.d_k, self.d_v)
-        return AttentionState.empty(*shape, dtype=weight.dtype, device=weight.device, **options)
+        device = self.u.device if device is None else device
+        return AttentionState.empty(*shape, dtype=self.u.dtype, device=device, **options)

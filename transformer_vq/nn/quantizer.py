@@ -93,12 +93,15 @@ def add_usages(
 
 @dataclass(frozen=True)
 class Quantized:
-    """k_hat: [b, h, t, k], z: [b, h, t], commit_loss: scalar, usage: of this call's keys."""
+    """k_hat: [b, h, t, k], z: [b, h, t], commit_loss: scalar, usage: of this call's keys,
+    codebook: [h, s, k] the codewords.
+    """
 
     k_hat: Tensor
     z: Tensor
     commit_loss: Tensor
     usage: CodeUsage
+    codebook: Tensor
 
 
 class VectorQuantizer(nn.Module):
@@ -179,7 +182,7 @@ class VectorQuantizer(nn.Module):
             # Adding a zero that carries the gradient keeps k_hat bitwise equal to the codeword.
             k_hat = codeword.to(k.dtype) + (k - k.detach())
             usage = self._usage(exact.detach(), z, error.detach(), valid, priority)
-            return Quantized(k_hat, z, error.sum() / n_tokens, usage)
+            return Quantized(k_hat, z, error.sum() / n_tokens, usage, codebook)
 
     def _usage(
         self, k: Tensor, z: Tensor, error: Tensor, valid: Tensor | None, priority: Tensor | None

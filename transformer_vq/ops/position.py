@@ -36,23 +36,27 @@ def relative_sinusoids(
     return sinusoids(distances, width, wavelength, dtype)
 
 
-def scores_by_distance(q: Tensor, r_weight: Tensor, table: Tensor) -> Tensor:
-    """Return q . (r_weight table_d) for every distance d in the table.
-
-    q: [b, h, g, i, k], r_weight: [h, k, w], table: [d, w] -> [b, h, g, i, d].
-    The product is associative. With few queries (decoding) it is far cheaper to project the queries
-    to the width of the sinusoids than the sinusoids to the width of the queries.
-    """
-    d_k, width = r_weight.shape[-2:]
-    n_heads_queries = q.shape[0] * q.shape[2] * q.shape[3]
-    n_distances = table.shape[0]
-    cost_keys = n_distances * width * d_k + n_heads_queries * n_distances * d_k
-    cost_queries = n_heads_queries * (d_k * width + n_distances * width)
-    if cost_queries < cost_keys:
-        wide = torch.einsum("bhgik,hkw->bhgiw", q, r_weight)
-        return torch.einsum("bhgiw,dw->bhgid", wide, table)
-    r = torch.einsum("dw,hkw->hdk", table, r_weight)
+def scores_by_distance(q: Tensor, r: Tensor) -> Tensor:
+    """Return q . r_d for every distance d. q: [b, h, g, i, k], r: [h, d, k] -> [b, h, g, i, d]."""
     return torch.einsum("bhgik,hdk->bhgid", q, r)
+
+
+def scores_of_few_queries(q: Tensor, r_weight: Tensor, table: Tensor) -> Tensor:
+    """Return `scores_by_distance` for r_d = r_weight table_d, cheaper for few queries (decoding).
+
+    q: [b, h, g, i, k], r_weight: [h, k, w], table: [d, w] -> [b, h, g, i, d]. The product is
+    associative: this projects the queries to the width of the sinusoids, not the other way round.
+    """
+    wide = torch.einsum("bhgik,hkw->bhgiw", q, r_weight)
+    return torch.einsum("bhgiw,dw->bhgid", wide, table)
+
+
+def with_few_queries(q: Tensor, table: Tensor) -> bool:
+    """Return whether `scores_of_few_queries` is the cheaper form."""
+    (n_distances, width), d_k = table.shape, q.shape[-1]
+    n_queries = q.shape[0] * q.shape[2] * q.shape[3]
+    cost_keys = n_distances * width * d_k + n_queries * n_distances * d_k
+    return n_queries * (d_k * width + n_distances * width) < cost_keys
 
 
 def local_bias(by_distance: Tensor, older: float = 0.0) -> Tensor:

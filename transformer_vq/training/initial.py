@@ -43,7 +43,7 @@ TRAINING_FIELDS = frozenset(
     }
 )
 INDEX, CHECKSUMS = f"{MODEL}.index.json", "checksums.json"  # of exported folders
-MODEL_TYPE, KEY_PREFIX = "transformer_vq", "model."
+MODEL_TYPE = "transformer_vq"
 
 
 def initial_model_config(init_from: str | os.PathLike[str]) -> ModelConfig:
@@ -198,7 +198,8 @@ def _load_export(folder: Path) -> TransformerVQ:
         try:
             with safe_open(folder / name, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118
-                    tensors[key.removeprefix(KEY_PREFIX)] = file.get_tensor(key).clone()
+                    name_here = key.removeprefix("model.").removeprefix("lm_")
+                    tensors[name_here] = file.get_tensor(key).clone()
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{folder / name} is missing or corrupt ({error}); export the model again"

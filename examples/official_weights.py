@@ -6,16 +6,20 @@ Write one in the official code, after a checkpoint was restored:
     flat = flax.traverse_util.flatten_dict(params, sep="/")
     numpy.savez("weights.npz", **jax.device_get(flat))
 
-The config is that of a preset. Without --preset it is inferred from the shapes of the arrays, which
-does not show `block_len`, so it is an option. Without a file, the script uses random weights.
+The config is that of a preset, with the vocabulary of the weights: official bytes are tokens 3 to
+258. Without --preset it is inferred from the shapes of the arrays, which do not show `block_len`,
+so it is an option. --sequence-len is the one of the official training; it is needed to continue
+training if the weights are not from an official config file. Without a file, the script uses random
+weights.
 
 Run:     python examples/official_weights.py
-         python examples/official_weights.py WEIGHTS.npz --preset enwik8-190m
+         python examples/official_weights.py WEIGHTS.npz --preset enwik8-190m --sequence-len 8192
 Prints:  the sizes and, if the file also contains `input` and `logits` of the official model, the
          largest difference from these logits
 """
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +63,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("weights", type=Path, nargs="?", help=".npz file with official parameters")
 parser.add_argument("--preset", choices=list(PRESETS), help="preset with the config of the model")
 parser.add_argument("--block-len", type=int, default=512)
+parser.add_argument("--sequence-len", type=int, help="tokens per sequence in official training")
 options = parser.parse_args()
 
 torch.manual_seed(0)
@@ -69,9 +74,12 @@ else:
         arrays = {name.removeprefix("param/"): array for name, array in file.items()}
 roots = ("token_embed/", "pos_embed/", "stack/", "out_proj/")
 params = {name: array for name, array in arrays.items() if name.startswith(roots)}
-named = None if options.preset is None else PRESETS[options.preset].model
-config = infer_config(params, options.block_len) if named is None else named
-model = load_official(params, config).eval()
+if options.preset is None:
+    config = infer_config(params, options.block_len)
+else:
+    vocab_size = len(params["token_embed/embedding"])
+    config = replace(PRESETS[options.preset].model, vocab_size=vocab_size)
+model = load_official(params, config, sequence_len=options.sequence_len).eval()
 
 n_parameters = sum(parameter.numel() for parameter in model.parameters())
 print(f"{config.head_type}, {config.n_layer} layers of width {config.d_model}, ", end="")

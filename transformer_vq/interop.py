@@ -2,18 +2,24 @@
 
 The official parameter tree, flattened with "/", stacks all layers of a type along the first axis
 and stores kernels as [in, out]. `official_names` maps our parameter names to the official ones.
+
+The official attention "vq" multiplies the codebook statistics of a batch by the number of blocks of
+a sequence. `load_official` divides by it, so that training continues with our own update.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from transformer_vq.config import ModelConfig, Reduction
+from transformer_vq.errors import UserError
 from transformer_vq.nn.model import TransformerVQ
 
 _ATTENTION = {
@@ -29,6 +35,16 @@ _ATTENTION = {
     "quantizer.c_count": "quantizer/c_count",
 }
 _FEED_FORWARD = {"in_proj.weight": "Dense_0/kernel", "out_proj.weight": "Dense_1/kernel"}
+
+OFFICIAL_SEQUENCE_LEN = {
+    (768, 24, 512, 259): 8192,  # enwik8
+    (2048, 24, 512, 32_000): 8192,  # PG-19
+    (2048, 24, 512, 259): 12_288,  # ImageNet64
+}
+"""Tokens per sequence in the official config files, by d_model, n_layer, block_len, vocab_size."""
+
+MIN_COUNT = 0.01  # codeword = sum / max(count, MIN_COUNT), here and in the official code
+_OLD = re.compile(r"^stack/ScannedAttnOld_(\d)/[^/]*(VQ|Full)AttentionOld_0/")
 
 
 @dataclass(frozen=True)
@@ -75,13 +91,24 @@ def official_names(config: ModelConfig) -> dict[str, OfficialName]:
 
 
 def load_official(
-    params: Mapping[str, Any], config: ModelConfig, reduction: Reduction = "auto"
+    params: Mapping[str, Any],
+    config: ModelConfig,
+    reduction: Reduction = "auto",
+    *,
+    sequence_len: int | None = None,
 ) -> TransformerVQ:
     """Return a model with weights and codebooks of the official code's "optimized" branch.
 
     params: maps flattened names, such as "stack/VQAttention_0/res_proj/kernel", to arrays.
+    sequence_len: tokens per sequence in the official training, which determines the scale of the
+    codebook statistics. It does not affect the codewords, so it only matters if training continues.
+    None uses the value of the official config file with these sizes (`OFFICIAL_SEQUENCE_LEN`); for
+    other sizes it is unknown, and the statistics keep the official scale. Not needed for the
+    attention types "vq_old" and "full", which have no such scale.
     Raises ValueError if names or shapes do not match the config.
     """
+    n_blocks = _statistics_scale(params, config, sequence_len)
+    params = {_OLD.sub(r"stack/\2Attention_\1/", name): array for name, array in params.items()}
     names = official_names(config)
     wanted = {official.name for official in names.values()}
     # The official code always creates a position scale, even if it is not used.
@@ -110,4 +137,41 @@ def load_official(
     for name, tensor in tensors.items():
         if name.endswith("quantizer.started"):  # keep the loaded codebooks
             tensor.fill_(True)
+        if name.endswith("quantizer.c_count"):
+            rescale_statistics(tensors[name.replace("c_count", "c_sum")], tensor, n_blocks)
     return model
+
+
+def official_sequence_len(config: ModelConfig) -> int | None:
+    """Return the tokens per sequence of the official config file with these sizes, if any."""
+    sizes = (config.d_model, config.n_layer, config.block_len, config.vocab_size)
+    return OFFICIAL_SEQUENCE_LEN.get(sizes)
+
+
+def _statistics_scale(
+    params: Mapping[str, Any], config: ModelConfig, sequence_len: int | None
+) -> int:
+    """Return the factor by which codebook statistics are larger than ours; 1 if unknown."""
+    block_len = config.block_len
+    if sequence_len is None:
+        sequence_len = official_sequence_len(config) or block_len
+    elif sequence_len % block_len or sequence_len < 3 * block_len:
+        raise UserError(
+            f"sequence_len={sequence_len}: the official code needs at least 3 blocks of "
+            f"block_len={block_len} tokens, and whole ones; use the sequence_len of its config"
+        )
+    # The attention "vq_old" averages over blocks, which cancels the factor.
+    return 1 if any(map(_OLD.match, params)) else sequence_len // block_len
+
+
+@torch.no_grad()
+def rescale_statistics(c_sum: Tensor, c_count: Tensor, n_blocks: int) -> None:
+    """Divide codebook statistics by n_blocks in place, without changing a codeword.
+
+    c_sum: [h, s, k], c_count: [h, s]. Counts are not reduced below the minimum in the codeword,
+    sum / max(count, 0.01); smaller ones stay as they are. These codes are unused.
+    """
+    scaled = torch.maximum(c_count / n_blocks, c_count.clamp(max=MIN_COUNT))
+    factor = torch.where(c_count > 0, scaled.double() / c_count.double(), 1.0)
+    c_sum.copy_(c_sum.double() * factor.unsqueeze(-1))
+    c_count.copy_(scaled)

@@ -155,6 +155,8 @@ def test_version_is_that_of_the_package(capsys):
         ("eval", "--data.path", "--max-tokens"),
         ("sample", "--save-state", "number of tokens to generate."),
         ("export", "--checkpoint", "FOLDER"),
+        ("export", "--max-shard-size", "500MB"),
+        ("export", "--push-to-hub", "--private"),
         ("prepare", "--vocab-size", "enwik8 is downloaded"),
         ("plot", "--overwrite", "PATH"),
         ("config", "--changed-only", "shown for the preset tiny"),

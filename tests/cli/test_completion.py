@@ -65,7 +65,9 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is no
         ("tvq plot --", {"--out", "--x", "--overwrite", "--no-overwrite", "--help"}),
         ("tvq report run --sa", {"--samples"}),
         ("tvq --print-completion ", set(SHELLS)),
-        ("tvq export --", {"--checkpoint", "--help"}),
+        ("tvq export run out --ch", {"--checkpoint", "--chat-template"}),
+        ("tvq export run out --dtype ", {"float32", "bfloat16", "float16"}),
+        ("tvq export run out --p", {"--push-to-hub", "--private"}),
     ],
 )
 def test_bash_completes_commands_presets_options_and_choices(capsys, line, words):

@@ -21,8 +21,8 @@ from transformer_vq.training.run import train
 
 README = Path(__file__).parents[2] / "README.md"
 FILES = {
-    *("checksums.json", "config.json", "generation_config.json"),
-    *("model.safetensors", "tokenizer_config.json"),
+    *("README.md", "checksums.json", "config.json", "generation_config.json"),
+    *("model.safetensors", "tokenizer_config.json", "transformer_vq_classes.py"),
 }
 
 
@@ -90,6 +90,7 @@ def test_exported_model_generates_the_same_tokens_as_the_run(run_with_tokenizer,
     for settings in (model.config, model.generation_config, theirs):
         assert settings.bos_token_id == tokenizer.bos
         assert settings.eos_token_id == tokenizer.eod
+        assert settings.pad_token_id == tokenizer.bos
 
 
 def test_export_writes_the_requested_checkpoint(run, tmp_path):
@@ -111,7 +112,7 @@ def test_export_does_not_overwrite_files(run, tmp_path):
 
 
 def test_failed_export_leaves_no_files(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(TransformerVQForCausalLM, "save_pretrained", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(TransformerVQForCausalLM, "save_pretrained", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export(run, tmp_path / "out")
     with pytest.raises(CheckpointError, match="no checkpoint '7'"):
@@ -123,10 +124,11 @@ def test_failed_export_leaves_no_files(run, tmp_path, monkeypatch):
 
 def test_export_of_an_image_run_has_no_tokenizer(run, tmp_path, monkeypatch):
     config = tiny_run(tmp_path)
-    monkeypatch.setattr(
-        "transformer_vq.hf.export.read_config",
-        lambda run: replace(config, data=DataConfig("images")),
-    )
+    for module in ("export", "model_card"):
+        monkeypatch.setattr(
+            f"transformer_vq.hf.{module}.read_config",
+            lambda run: replace(config, data=DataConfig("images")),
+        )
     export(run, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES - {"tokenizer_config.json"}
 

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from transformer_vq import TransformerVQ
 from transformer_vq.data.tokenizers import learn_tokenizer, load_tokenizer, open_tokenizer
-from transformer_vq.errors import UserError
 from transformer_vq.hf import TransformerVQForCausalLM
 from transformer_vq.hf.export import export
 from transformer_vq.training.checkpoint import write_config
@@ -146,20 +145,48 @@ def test_the_tokenizer_loads_without_this_package(exported):
     ours, folder = exported
     program = (
         "import sys; sys.modules['transformer_vq'] = None; from transformers import AutoTokenizer;"
-        "print(AutoTokenizer.from_pretrained(sys.argv[1])('the fox')['input_ids'])"
+        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=False);"
+        "print(tokenizer('the fox')['input_ids'])"
     )
     command = [sys.executable, "-c", program, str(folder)]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert json.loads(found) == [ours.bos, *ours.encode("the fox")]
 
 
-def test_a_corrupt_tokenizer_is_rejected_with_the_model(exported, tmp_path):
+def test_the_model_loads_after_the_tokenizer_is_saved_with_a_chat_template(exported, tmp_path):
     _, folder = exported
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
-    (copy / "tokenizer.json").write_text((copy / "tokenizer.json").read_text() + " ")
-    with pytest.raises(UserError, match=r"tokenizer\.json is missing, corrupt or was edited"):
-        TransformerVQForCausalLM.from_pretrained(copy)
+    tokenizer = AutoTokenizer.from_pretrained(copy)
+    tokenizer.chat_template = "{{ messages[0]['content'] }}!"
+    tokenizer.save_pretrained(copy)
+    assert TransformerVQForCausalLM.from_pretrained(copy)
+    messages = [{"role": "user", "content": "the fox"}]
+    again = AutoTokenizer.from_pretrained(copy)
+    assert again.apply_chat_template(messages, tokenize=False) == "the fox!"
+
+
+def test_special_tokens_of_the_chat_template_are_encoded_as_such(tmp_path):
+    save_llama(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["chat_template"] = TEMPLATE.replace("\n{%", "{{ eos_token }}{%")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours = open_tokenizer(tmp_path, end_of_document=True)
+    export(untrained_run(tmp_path, ours), tmp_path / "out")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    messages = [{"role": "user", "content": "the fox"}]
+    tokens = theirs.apply_chat_template(messages)["input_ids"]
+    assert tokens == [*ours.encode("user: the fox"), ours.eod]
+
+
+def test_a_given_chat_template_replaces_that_of_the_tokenizer(exported, tmp_path):
+    ours, folder = exported
+    template = tmp_path / "my.jinja"
+    template.write_text("{{ messages[0]['content'] }}?")
+    export(folder.parent / "run", tmp_path / "out", chat_template=template)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    messages = [{"role": "user", "content": "the fox"}]
+    assert theirs.apply_chat_template(messages)["input_ids"] == ours.encode("the fox?")
 
 
 def test_model_and_tokenizer_can_be_saved_over_an_export(exported, tmp_path):

@@ -39,11 +39,25 @@ def fine_tuning(source, path=None, **changes):
 
 
 def export(run, folder, **options):
+    """Export a run; the options are those of `transformer_vq.hf.export.export`."""
     pytest.importorskip("transformers")
-    from transformer_vq.hf.modeling_transformer_vq import TransformerVQForCausalLM
+    from transformer_vq.hf.export import export
 
-    TransformerVQForCausalLM.from_core(load_model(run)[0]).save_pretrained(folder, **options)
+    export(run, folder, **options)
     return folder
+
+
+def saved_by_transformers(folder, out, change=lambda model: None):
+    """Load an exported folder with transformers, change the model, and save it."""
+    from transformers import AutoTokenizer
+
+    from transformer_vq.hf import TransformerVQForCausalLM
+
+    model = TransformerVQForCausalLM.from_pretrained(folder)
+    change(model)
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(out)
+    return model
 
 
 def assert_same_weights(model, other):
@@ -78,6 +92,88 @@ def test_a_run_starts_from_an_exported_folder(source, tmp_path, shards):
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\1\0")
     with pytest.raises(CheckpointError, match=r"corrupt; export the model again"):
         initial_model(config)
+
+
+def test_a_bfloat16_export_is_trained_in_float32(source, tmp_path):
+    folder = export(source, tmp_path / "exported", dtype="bfloat16")
+    model, best = initial_model(fine_tuning(source, folder)), load_model(source)[0].state_dict()
+    names = {name for name, _ in model.named_parameters()}
+    for name, x in model.state_dict().items():
+        want = best[name].bfloat16().float() if name in names else best[name]
+        assert x.dtype == want.dtype
+        assert torch.equal(x, want), name
+
+
+@pytest.mark.parametrize("options", [{}, {"max_shard_size": "12KB"}, {"dtype": "bfloat16"}])
+def test_a_run_starts_from_a_tied_model_that_transformers_saved(tmp_path, options):
+    tied = {"n_layer": 1, "tie_embeddings": True, "final_norm": True}
+    train(tiny_run(tmp_path, model=tied, train={"steps": 2}), tmp_path / "source")
+    folder = export(tmp_path / "source", tmp_path / "exported", **options)
+    (folder / "README.md").write_text("mine")
+
+    def change(model):
+        with torch.no_grad():
+            model.model.embed.weight.add_(1)
+
+    tuned = saved_by_transformers(folder, tmp_path / "saved", change)
+    config = fine_tuning(tmp_path / "source", tmp_path / "saved")
+    model = initial_model(config)
+    assert torch.equal(model.embed.weight, tuned.model.embed.weight.float())
+    assert train(config, tmp_path / "tuned").finished
+
+
+def test_a_single_file_is_preferred_to_the_index_of_an_older_save(source, tmp_path):
+    folder = export(source, tmp_path / "exported", max_shard_size="12KB")
+    saved_by_transformers(folder, folder)
+    assert (folder / f"{MODEL}.index.json").exists()
+    assert_same_weights(initial_model(fine_tuning(source, folder)), load_model(source)[0])
+
+
+def test_a_resized_vocabulary_is_rejected_with_the_fix(source, tmp_path):
+    folder = export(source, tmp_path / "exported")
+    resized = tmp_path / "resized"
+    saved_by_transformers(
+        folder, resized, lambda model: model.resize_token_embeddings(264, mean_resizing=False)
+    )
+    config = fine_tuning(source, resized, model={"vocab_size": 264})
+    with pytest.raises(CheckpointError, match=r"264 tokens .*\.resize_token_embeddings\(257\)"):
+        train(config, tmp_path / "tuned")
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_tokens_that_were_added_with_transformers_are_kept(tmp_path):
+    from transformers import AutoTokenizer
+
+    config = tiny_run(tmp_path, model={"n_layer": 1, "vocab_size": 280}, train={"steps": 1})
+    config = replace(config, data=replace(config.data, tokenizer="bpe"))
+    train(config, tmp_path / "source")
+    n_tokens = load_model(tmp_path / "source")[0].config.vocab_size
+    folder = export(tmp_path / "source", tmp_path / "exported")
+    saved_by_transformers(
+        folder,
+        tmp_path / "saved",
+        lambda model: model.resize_token_embeddings(n_tokens + 1, mean_resizing=False),
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(["<|user|>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path / "saved")
+    model = initial_model_config(tmp_path / "saved")
+    assert model.vocab_size == n_tokens + 1
+    data = {"tokenizer": None}
+    tuning = fine_tuning(
+        tmp_path / "source", tmp_path / "saved", model={"vocab_size": n_tokens + 1}, data=data
+    )
+    assert train(tuning, tmp_path / "tuned").finished
+    assert load_model(tmp_path / "tuned")[0].config.vocab_size == n_tokens + 1
+
+
+def test_models_with_another_head_are_rejected(source, tmp_path):
+    folder = export(source, tmp_path / "exported")
+    from transformer_vq.hf import TransformerVQForSequenceClassification as Classifier
+
+    Classifier.from_pretrained(folder).save_pretrained(tmp_path / "classifier")
+    with pytest.raises(CheckpointError, match="is a TransformerVQForSequenceClassification"):
+        initial_model(fine_tuning(source, tmp_path / "classifier"))
 
 
 def test_settings_that_only_affect_training_may_differ(source):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
-from transformer_vq.cli.arguments import RUN_HINT, first_word, parse
+from transformer_vq.cli.arguments import RUN_HINT, UsageError, first_word, parse
 from transformer_vq.cli.options import Checkpoint
 
 
@@ -17,16 +17,45 @@ class ExportOptions:
     """Export a run to a folder for Hugging Face transformers."""
 
     folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FOLDER")]]
-    """New folder for config, safetensors and tokenizer."""
+    """New folder for config, safetensors, tokenizer and model card."""
     checkpoint: Checkpoint = "best"
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights; codebooks are always float32."""
+    max_shard_size: str = "50GB"
+    """Maximum size of a weight file, such as 500MB or 2GB; larger models are split."""
+    chat_template: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Jinja chat template, for apply_chat_template. None uses that of the run, if it has one."""
+    push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="REPO_ID")] = None
+    """Upload the folder to this repository of the Hugging Face Hub, such as me/my-model."""
+    private: bool = False
+    """Make the repository of --push-to-hub private."""
 
 
 def run(arguments: list[str]) -> None:
     """Export a run."""
     name, rest = first_word(arguments, "export", "RUN", RUN_HINT, ExportOptions)
     options = parse(ExportOptions, rest, f"export {name}")
+    if options.private and options.push_to_hub is None:
+        raise UsageError("--private: needs --push-to-hub REPO_ID")
 
     from transformer_vq.hf.export import export
+    from transformer_vq.hf.hub import check_can_push, push_folder
 
-    export(Path(name), options.folder, options.checkpoint)
-    print(f"{options.folder}: load it with transformers after `import transformer_vq.hf`")
+    repo = options.push_to_hub
+    if repo is not None:
+        check_can_push(repo)
+    which = export(
+        Path(name),
+        options.folder,
+        options.checkpoint,
+        dtype=options.dtype,
+        max_shard_size=options.max_shard_size,
+        chat_template=options.chat_template,
+        name=repo,
+    )
+    print(f"{options.folder}: {which} of {name}, with a model card in README.md")
+    if repo is not None:
+        print(f"uploaded to {push_folder(options.folder, repo, options.private)}")
+    print("load it with transformers, either after the import or with trust_remote_code=True:")
+    print("  import transformer_vq.hf")
+    print(f"  AutoModelForCausalLM.from_pretrained({repo or str(options.folder)!r})")

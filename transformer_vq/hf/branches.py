@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from torch import nn
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from transformer_vq.nn.attention import FullAttention, VQAttention
@@ -11,26 +16,34 @@ from transformer_vq.nn.stack import BranchTypes
 
 
 class _CheckpointedBranch(GradientCheckpointingLayer):
-    """Lets `gradient_checkpointing_enable` select the activation checkpointing of the branch.
+    """Applies the gradient checkpointing of transformers to a branch.
 
-    The branch checkpoints each segment of the sequence by itself. Recomputing all tokens of a
-    branch at once, as the base class does, would need more memory the longer the sequence is.
+    A long sequence is checkpointed by segment. Recomputing all of its tokens at once, as the base
+    class does, would need more memory the longer it is. Checkpoints are never reentrant, because
+    the outputs of branches are not tuples.
     """
 
     checkpoint_activations: bool
-    __call__ = nn.Module.__call__
 
-    @property
-    def gradient_checkpointing(self) -> bool:
-        return self.checkpoint_activations
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        call = partial(nn.Module.__call__, self)
+        wanted = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        self.checkpoint_activations = wanted and self._n_segments(x) > 1
+        if wanted and not self.checkpoint_activations:
+            return checkpoint(call, x, *args, use_reentrant=False, **kwargs)
+        return call(x, *args, **kwargs)
 
-    @gradient_checkpointing.setter
-    def gradient_checkpointing(self, enable: bool) -> None:
-        self.checkpoint_activations = enable
+    def _n_segments(self, x: Tensor) -> int:
+        """Return the number of segments in which the branch processes its input."""
+        return 1
 
 
 class TransformerVQAttention(_CheckpointedBranch, VQAttention):
     """`VQAttention` for transformers."""
+
+    def _n_segments(self, x: Tensor) -> int:
+        n_rows, seq_len = x.shape[:2]
+        return -(-seq_len // self.segment_len(n_rows, seq_len))
 
 
 class TransformerVQFullAttention(_CheckpointedBranch, FullAttention):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, fields
 from typing import Any, ClassVar
 
@@ -9,13 +10,14 @@ from transformers import PreTrainedConfig
 from transformers.utils import CONFIG_NAME
 
 from transformer_vq.config import ModelConfig
-from transformer_vq.hf.checksums import check_folder
+from transformer_vq.hf.checksums import check_folder, remove_checksums
+from transformer_vq.hf.remote_code import FixedAutoMap
 
 UNLIMITED = 10**9
 _DEFAULTS = asdict(ModelConfig(vocab_size=256, d_model=768, n_layer=24))
 
 
-class TransformerVQConfig(PreTrainedConfig):
+class TransformerVQConfig(FixedAutoMap, PreTrainedConfig):
     """The fields of `ModelConfig` under the same names, plus the settings for generation.
 
     Values are validated by `ModelConfig`. bos_token_id: the token before each document.
@@ -68,6 +70,13 @@ class TransformerVQConfig(PreTrainedConfig):
         check_folder(kwargs.get("name_or_path"), CONFIG_NAME)
         config: TransformerVQConfig = super().from_dict(config_dict, **kwargs)
         return config
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> None:
+        """Save a config as in transformers; a model does so first when it is saved."""
+        remove_checksums(save_directory)
+        super().save_pretrained(save_directory, *args, **kwargs)
 
     @classmethod
     def from_model_config(cls, config: ModelConfig, **kwargs: Any) -> TransformerVQConfig:

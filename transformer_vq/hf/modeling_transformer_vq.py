@@ -131,7 +131,7 @@ class TransformerVQModel(CodebookUpdates, TransformerVQPreTrainedModel, Stack):
         output_hidden_states: return the embeddings and the features after each layer.
         document_ids: [b, t], ids of packed documents; tokens attend within their document only.
         position_ids: [b, t], another way to describe packed documents: each begins at position 0.
-            They are ignored with a cache, where positions follow from the attention mask.
+            They are ignored after the first call with a cache, which knows the positions.
         n_last: number of last tokens to return features for; all by default.
         """
         given = check_inputs(input_ids, inputs_embeds, kwargs)
@@ -139,7 +139,7 @@ class TransformerVQModel(CodebookUpdates, TransformerVQPreTrainedModel, Stack):
         cache = self._cache(past_key_values, use_cache)
         state = None if cache is None else cache.state
         valid = valid_tokens(attention_mask, given)
-        if document_ids is None and cache is None:
+        if document_ids is None and state is None:
             document_ids = document_ids_of(position_ids)
         keep_hidden = (
             self.config.output_hidden_states
@@ -232,7 +232,7 @@ class TransformerVQForCausalLM(TransformerVQPreTrainedModel, GenerationMixin):
         with torch.device("meta"):
             wrapped = cls(TransformerVQConfig.from_model_config(model.config, **kwargs))
         share_tensors(model, wrapped.model)
-        share_tensors(model.head, wrapped.lm_head)
+        wrapped.lm_head = shared_module(model.head, wrapped.lm_head)
         wrapped.train(model.training)
         return wrapped
 
@@ -241,7 +241,7 @@ class TransformerVQForCausalLM(TransformerVQPreTrainedModel, GenerationMixin):
         with torch.device("meta"):
             core = TransformerVQ(self.config.to_model_config())
         share_tensors(self.model, core)
-        share_tensors(self.lm_head, core.head)
+        core.head = shared_module(self.lm_head, core.head)
         return core.train(self.training)
 
     def forward(
@@ -313,6 +313,7 @@ class TransformerVQForCausalLM(TransformerVQPreTrainedModel, GenerationMixin):
             with torch.device("meta"):
                 self.lm_head = Head(old.in_features, old.out_features, old.bias is not None)
             share_tensors(old, self.lm_head)
+            self.lm_head._is_hf_initialized = True  # keep its weights in `init_weights`
         return embeddings
 
     def _prepare_cache_for_generation(
@@ -328,12 +329,32 @@ class TransformerVQForCausalLM(TransformerVQPreTrainedModel, GenerationMixin):
         """Return a mask of ones: bos doubles as the padding token, so ids do not mark padding."""
         return torch.ones(inputs_tensor.shape[:2], dtype=torch.long, device=inputs_tensor.device)
 
+    @property
+    def init_continuous_batching(self) -> Any:
+        """Not available, so that `transformers serve` generates without continuous batching."""
+        raise AttributeError("continuous batching needs paged attention")
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Reject continuous batching, which pages the keys and values of each token."""
+        raise ValueError("continuous batching is not supported; use generate without a paged cache")
+
 
 def share_tensors(source: nn.Module, target: nn.Module) -> None:
     """Give `target` the tensors of `source` with the same names, without copying them."""
-    modules = dict(source.named_modules())
-    for name, module in target.named_modules():
-        if name in modules:
-            for kind in ("_parameters", "_buffers"):
-                own = getattr(module, kind)
-                own.update({n: getattr(modules[name], n) for n in own if own[n] is not None})
+    for kind in ("_parameters", "_buffers"):
+        own = getattr(target, kind)
+        own.update({n: getattr(source, n) for n in own if own[n] is not None})
+    for name, module in target.named_children():
+        if name in source._modules:
+            setattr(target, name, shared_module(getattr(source, name), module))
+
+
+def shared_module(source: nn.Module, target: nn.Module) -> Any:
+    """Return `target` with the tensors of `source`; or `source`, if a library has replaced it.
+
+    Modules with adapters or quantized weights are such replacements.
+    """
+    if not (isinstance(source, type(target)) or isinstance(target, type(source))):
+        return source
+    share_tensors(source, target)
+    return target

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import warnings
+from pathlib import Path
 from typing import Any, Self
 
 from torch import nn
+from transformers.utils import CONFIG_NAME
 
 from transformer_vq.errors import UserError
-from transformer_vq.hf.checksums import check_folder, write_checksums
+from transformer_vq.hf.checksums import check_folder
+from transformer_vq.hf.remote_code import AUTO_MAP, FixedAutoMap, write_remote_code
 
 
-class SavedModel:
+class SavedModel(FixedAutoMap):
     """`from_pretrained` and `save_pretrained` that reject corrupt and incomplete folders."""
 
     @classmethod
@@ -22,7 +26,8 @@ class SavedModel:
 
         A head may be missing, as in transformers: it gets new weights.
         """
-        check_folder(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+        folder = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        check_folder(folder, CONFIG_NAME, "*.safetensors*")
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
         prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
         missing = sorted(n for n in info["missing_keys"] if n.startswith(prefix))
@@ -31,16 +36,38 @@ class SavedModel:
         _align(model)
         return (model, info) if output_loading_info else model
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model as in transformers; warn if code usage has not been applied."""
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Save the model as in transformers; warn if code usage has not been applied.
+
+        The folder also gets the file for `trust_remote_code=True`.
+        """
         if self.code_usage is not None:  # type: ignore[attr-defined]
             warnings.warn(
                 "the codebooks were not updated after the last training passes; call "
                 "update_codebooks() after each optimizer step, or drop_code_usage()",
                 stacklevel=2,
             )
-        super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
-        write_checksums(args[0] if args else kwargs["save_directory"])
+        self.config.auto_map = dict(AUTO_MAP)  # type: ignore[attr-defined]
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)  # type: ignore[misc]
+        if is_main_process:
+            _complete(Path(save_directory))
+
+    def _upload_modified_files(self, working_dir: str, *args: Any, **kwargs: Any) -> Any:
+        """Complete the folder before `push_to_hub` uploads it."""
+        _complete(Path(working_dir))
+        return super()._upload_modified_files(working_dir, *args, **kwargs)  # type: ignore[misc]
+
+
+def _complete(folder: Path) -> None:
+    """Add what belongs to a saved model; does nothing for an adapter, which has no config."""
+    if (folder / CONFIG_NAME).is_file():
+        write_remote_code(folder)
 
 
 def _align(model: nn.Module) -> None:

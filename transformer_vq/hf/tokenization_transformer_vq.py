@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedTokenizer
 
 from transformer_vq.data.tokenizers import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
-from transformer_vq.hf.checksums import check_folder, write_checksums
+from transformer_vq.hf.checksums import check_folder
+from transformer_vq.hf.remote_code import TOKENIZER_AUTO_MAP, FixedAutoMap, write_remote_code
 
 
-class TransformerVQTokenizer(PreTrainedTokenizer):
+class TransformerVQTokenizer(FixedAutoMap, PreTrainedTokenizer):
     """A byte tokenizer, or a SentencePiece tokenizer if `vocab_file` is given.
 
     A bos token is put before each text, as in training; `add_special_tokens=False` omits it. Names
@@ -57,7 +59,10 @@ class TransformerVQTokenizer(PreTrainedTokenizer):
             defaults["eos_token"] = self._pieces[self._core.eod]
         kind = "bytes" if vocab_file is None else "sentencepiece"
         super().__init__(
-            kind=kind, errors=errors, end_of_document=end_of_document, **(defaults | kwargs)
+            kind=kind,
+            errors=errors,
+            end_of_document=end_of_document,
+            **(defaults | kwargs | {"auto_map": TOKENIZER_AUTO_MAP}),
         )
 
     @property
@@ -75,15 +80,23 @@ class TransformerVQTokenizer(PreTrainedTokenizer):
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> TransformerVQTokenizer:
         """Load a tokenizer as in transformers, but reject corrupt folders."""
-        check_folder(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+        folder = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        check_folder(folder, MODEL_FILE)
         tokenizer: TransformerVQTokenizer = super().from_pretrained(*args, **kwargs)
         return tokenizer
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
-        """Save the tokenizer as in transformers and update the checksums of the folder."""
-        saved: tuple[str, ...] = super().save_pretrained(*args, **kwargs)
-        write_checksums(args[0] if args else kwargs["save_directory"])
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
+    ) -> tuple[str, ...]:
+        """Save the tokenizer as in transformers, with the file for `trust_remote_code=True`."""
+        saved: tuple[str, ...] = super().save_pretrained(save_directory, *args, **kwargs)
+        _complete(Path(save_directory))
         return saved
+
+    def _upload_modified_files(self, working_dir: str, *args: Any, **kwargs: Any) -> Any:
+        """Complete the folder before `push_to_hub` uploads it."""
+        _complete(Path(working_dir))
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
 
     def save_vocabulary(
         self, save_directory: str, filename_prefix: str | None = None
@@ -104,3 +117,9 @@ class TransformerVQTokenizer(PreTrainedTokenizer):
 
     def _convert_id_to_token(self, index: int) -> str:
         return self._pieces[index]
+
+
+def _complete(folder: Path) -> None:
+    """Add what belongs to a saved tokenizer."""
+    if folder.is_dir():
+        write_remote_code(folder)

@@ -43,7 +43,7 @@ TRAINING_FIELDS = frozenset(
     }
 )
 INDEX, CHECKSUMS = f"{MODEL}.index.json", "checksums.json"  # of exported folders
-MODEL_TYPE = "transformer_vq"
+MODEL_TYPE, ARCHITECTURE = "transformer_vq", "TransformerVQForCausalLM"
 
 
 def initial_model_config(init_from: str | os.PathLike[str]) -> ModelConfig:
@@ -123,10 +123,16 @@ def _check_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
     if n_tokens == tokenizer.vocab_size and (own is None or own.sha256 == tokenizer.sha256):
         return
     fix = "use the tokenizer that it was trained with (--data.tokenizer)"
-    if own is not None and own.sha256 is not None:
-        fix = "leave out --data.tokenizer"
-    elif config.data.tokenizer_name == "bytes" and n_tokens in (256, 257):
+    has_bytes = own is None or own.sha256 is None
+    if config.data.tokenizer_name == "bytes" and has_bytes and n_tokens in (256, 257):
         fix = f"use --data.{'no-' if n_tokens == 256 else ''}end-of-document"
+    elif own is not None and own.sha256 == tokenizer.sha256:
+        fix = (
+            "its vocabulary was resized; save it again after "
+            f"model.resize_token_embeddings({tokenizer.vocab_size})"
+        )
+    elif own is not None and own.sha256 is not None:
+        fix = "leave out --data.tokenizer"
     raise CheckpointError(
         f"--train.init-from {source} has {n_tokens:,} tokens ({_name(own)}), but the data have "
         f"{tokenizer.vocab_size:,} ({_name(tokenizer)}); {fix}"
@@ -188,10 +194,15 @@ def _exported_config(folder: Path) -> ModelConfig:
 
 
 def _load_export(folder: Path) -> TransformerVQ:
-    """Return the model of an exported folder; raises CheckpointError if a file is corrupt."""
+    """Return the model of an exported folder; raises CheckpointError if a file is corrupt.
+
+    Folders that transformers saved are accepted as well, in any dtype and number of shards.
+    """
     _check_files(folder)
+    _check_architecture(folder)
     names = [MODEL]
-    if (folder / INDEX).is_file():
+    # transformers reads the index only if the single file does not exist.
+    if (folder / INDEX).is_file() and not (folder / MODEL).is_file():
         names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
     tensors: dict[str, Tensor] = {}
     for name in names:
@@ -220,6 +231,16 @@ def _load_export(folder: Path) -> TransformerVQ:
     as_float = {n: x.float() if x.is_floating_point() else x for n, x in tensors.items()}
     model.load_state_dict(as_float, assign=True)
     return model
+
+
+def _check_architecture(folder: Path) -> None:
+    """Raise CheckpointError if transformers saved a model with another head."""
+    named = read_json(folder / CONFIG).get("architectures") or [ARCHITECTURE]
+    if ARCHITECTURE not in named:
+        raise CheckpointError(
+            f"--train.init-from {folder} is a {named[0]!s:.60}; only {ARCHITECTURE} has the output "
+            "head that training needs"
+        )
 
 
 def _check_files(folder: Path) -> None:

@@ -1,0 +1,153 @@
+"""The model card of an export: what the run records, and nothing about the user's machine."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import tiny_run
+
+from transformer_vq import TransformerVQ
+from transformer_vq.config import DataConfig
+from transformer_vq.data.tokenizers import ByteTokenizer
+from transformer_vq.files import write_verified_json
+from transformer_vq.hf.export import export
+from transformer_vq.training.checkpoint import Checkpoint, save_checkpoint, write_config
+from transformer_vq.training.rows import write_rows
+
+ROWS = [
+    {"kind": "train", "step": 1, "nats_per_token": 5.0, "bits_per_byte": 7.2, "tokens": 1000},
+    {"kind": "validation", "step": 2, "nats_per_token": 3.0, "bits_per_byte": 4.25, "tokens": 99},
+    {"kind": "train", "step": 3, "nats_per_token": 4.0, "bits_per_byte": 5.8, "tokens": 1000},
+    {"kind": "validation", "step": 3, "nats_per_token": 3.5, "bits_per_byte": 5.75, "tokens": 99},
+]
+
+
+def write_run(folder, change=lambda config: config, rows=ROWS):
+    """Write a run folder with random weights: a best model, and a checkpoint of step 3."""
+    config = change(tiny_run(folder))
+    run = folder / "run"
+    (run / "best").mkdir(parents=True)
+    write_config(run, config, ByteTokenizer(config.data.ends_documents))
+    torch.manual_seed(0)
+    model = TransformerVQ(config.model)
+    model.save(run / "best" / "model.safetensors")
+    metadata = {"config": config.to_dict(), "best_loss": 3.0}
+    save_checkpoint(run, Checkpoint(3, model, {}, metadata), keep=1)
+    write_rows(run / "metrics.jsonl", rows)
+    return run
+
+
+def evaluation(run, checkpoint="best", bits=4.5):
+    result = {"bits_per_byte": bits, "word_perplexity": None, "tokens": 1234}
+    about = {"checkpoint": checkpoint, "split": "test", "seq_len": 48}
+    write_verified_json(run / "evaluation-test.json", about | {"protocols": {"windowed": result}})
+
+
+def card_of(run, folder, checkpoint="best", **options):
+    export(run, folder, checkpoint, **options)
+    return (folder / "README.md").read_text()
+
+
+def rows_of(card):
+    """Return the cells of all table rows by their first cell."""
+    rows = [line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| ")]
+    return {first: rest for first, *rest in rows}
+
+
+def test_card_starts_with_metadata_of_the_hub(tmp_path):
+    yaml = pytest.importorskip("yaml")
+    card = card_of(write_run(tmp_path), tmp_path / "out")
+    _, front, body = card.split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["transformer-vq", "long-context", "linear-attention"],
+    }
+    assert body.lstrip().startswith("# out\n")
+
+
+def test_card_states_sizes_training_and_the_validation_of_the_best_model(tmp_path):
+    run = write_run(tmp_path)
+    evaluation(run)
+    card = card_of(run, tmp_path / "out")
+    rows = rows_of(card)
+    model = TransformerVQ.load(run / "best" / "model.safetensors")
+    assert rows["parameters"] == [f"{sum(p.numel() for p in model.parameters()):,}"]
+    assert rows["state per sequence"][0].startswith(f"{model.init_state(1).n_bytes:,} bytes")
+    assert rows["codes per codebook"] == ["7"]
+    assert "step 2 of 10" in rows["checkpoint"][0]
+    assert rows["tokens trained on"] == ["1,000"]
+    assert rows["sequence length"] == ["48 tokens"]
+    assert rows["validation"][1:] == ["99", "4.2500"]
+    assert rows["test"] == ["windowed, 48 tokens", "1,234", "4.5000"]
+
+
+def test_card_states_only_results_of_the_exported_checkpoint(tmp_path):
+    run = write_run(tmp_path)
+    evaluation(run, "best")
+    rows = rows_of(card_of(run, tmp_path / "out", "3"))
+    assert "step 3 of 10" in rows["checkpoint"][0]
+    assert rows["tokens trained on"] == ["3,000"]
+    assert rows["validation"][1:] == ["99", "5.7500"]
+    assert "test" not in rows
+
+
+def test_card_of_a_run_without_metrics_has_no_results(tmp_path, capsys):
+    run = write_run(tmp_path, rows=[])
+    (run / "evaluation-test.json").write_text("{}")
+    rows = rows_of(card_of(run, tmp_path / "out"))
+    assert "validation" not in rows
+    assert "tokens trained on" not in rows
+    assert "evaluation-test.json" in capsys.readouterr().err
+
+
+def test_card_has_no_folders_of_the_users_machine(tmp_path):
+    def change(config):
+        path = (str(tmp_path / "text"), "/home/alice/private/*.txt")
+        data = replace(config.data, path=path, tokenizer=None)
+        train = replace(config.train, init_from="/home/alice/private/old-run")
+        return replace(config, data=data, train=train)
+
+    run = write_run(tmp_path, change)
+    card = card_of(run, tmp_path / "out")
+    rows = rows_of(card)
+    assert rows["files"] == ["`text`, `*.txt`"]
+    assert rows["fine-tuned from"] == ["`old-run`"]
+    assert "alice" not in card
+    assert str(tmp_path) not in card
+
+
+def test_card_of_an_image_run_has_no_tokenizer(tmp_path):
+    def change(config):
+        data = DataConfig("images", path="/data/photos")
+        return replace(config, model=replace(config.model, vocab_size=256), data=data)
+
+    card = card_of(write_run(tmp_path, change), tmp_path / "out")
+    assert "text-generation" not in card
+    assert "AutoTokenizer" not in card
+    assert "tokenizer" not in rows_of(card)
+    assert rows_of(card)["tokens"] == ["pixel values"]
+
+
+def test_card_of_full_attention_has_no_tags_of_linear_attention(tmp_path):
+    def change(config):
+        return replace(config, model=replace(config.model, attention="full"))
+
+    card = card_of(write_run(tmp_path, change), tmp_path / "out")
+    assert "- linear-attention" not in card
+    assert "codes per codebook" not in rows_of(card)
+
+
+def test_snippet_of_the_card_loads_and_generates(tmp_path, monkeypatch, capsys):
+    card = card_of(write_run(tmp_path), tmp_path / "my model")
+    monkeypatch.chdir(tmp_path)
+    snippet = card.split("```python\n")[1].split("```")[0]
+    assert 'from_pretrained("my model")' in snippet
+    exec(compile(snippet.replace("=100", "=4"), "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("The")
+
+
+def test_card_uses_the_given_name(tmp_path):
+    card = card_of(write_run(tmp_path), tmp_path / "out", name="me/my-model")
+    assert "# me/my-model\n" in card
+    assert 'from_pretrained("me/my-model")' in card

@@ -1,0 +1,248 @@
+"""Options of an export: dtype, shards, chat template and upload. Nothing uses the network."""
+
+import json
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+from helpers import assert_close, tiny_run
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from transformer_vq import TransformerVQ
+from transformer_vq.cli.main import main
+from transformer_vq.data.tokenizers import ByteTokenizer
+from transformer_vq.errors import UserError
+from transformer_vq.files import read_verified_json
+from transformer_vq.hf.export import export
+from transformer_vq.hf.hub import check_can_push, push_folder
+from transformer_vq.training.checkpoint import write_config
+
+TOKENS = torch.tensor([[256, *b"the cat sat on the mat"]])
+MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Return a byte-level run with random weights."""
+    folder = tmp_path_factory.mktemp("options")
+    config = tiny_run(folder)
+    (folder / "run" / "best").mkdir(parents=True)
+    write_config(folder / "run", config, ByteTokenizer(True))
+    torch.manual_seed(0)
+    TransformerVQ(config.model).save(folder / "run" / "best" / "model.safetensors")
+    return folder / "run"
+
+
+def core(run):
+    return TransformerVQ.load(run / "best" / "model.safetensors").eval()
+
+
+def user_error(capsys, *arguments):
+    """Return the single error line of a command that exits with status 2."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(map(str, arguments)))
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_weights_are_loaded_in_the_exported_dtype_and_codebooks_in_float32(run, tmp_path, dtype):
+    export(run, tmp_path / "out", dtype=dtype)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
+    wanted = core(run).state_dict()
+    for name, buffer in model.to_core().named_buffers():
+        assert torch.equal(buffer, wanted[name]), name
+    for name, parameter in model.to_core().named_parameters():
+        assert torch.equal(parameter, wanted[name].to(parameter.dtype)), name
+    assert model.generate(TOKENS, max_new_tokens=3).shape[1] <= TOKENS.shape[1] + 3
+
+
+def test_logits_of_a_bfloat16_export_are_close_to_those_of_the_run(run, tmp_path):
+    export(run, tmp_path / "out", dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert_close("logits", model(TOKENS).logits, core(run)(TOKENS).logits, 0.1)
+
+
+def test_unknown_dtypes_and_sizes_are_rejected(run, tmp_path):
+    with pytest.raises(UserError, match="dtype='int8': choose one of float32"):
+        export(run, tmp_path / "out", dtype="int8")
+    for size in ("2", "GB", "0GB", "1.5GB", "2 GB", "-1GB"):
+        with pytest.raises(UserError, match="max_shard_size="):
+            export(run, tmp_path / "out", max_shard_size=size)
+    assert not (tmp_path / "out").exists()
+
+
+def test_shards_are_loaded_and_all_of_them_are_verified(run, tmp_path):
+    export(run, folder := tmp_path / "out", max_shard_size="10KB")
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    recorded = read_verified_json(folder / "checksums.json")["files"]
+    assert recorded.keys() >= {*shards, "model.safetensors.index.json", "config.json"}
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(model(TOKENS).logits, core(run)(TOKENS).logits)
+    for name in (shards[1], "model.safetensors.index.json"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[:-3] + b" " + content[-2:])
+        with pytest.raises(UserError, match=f"{name} is missing, corrupt or was edited"):
+            AutoModelForCausalLM.from_pretrained(folder)
+        (folder / name).write_bytes(content)
+
+
+def test_edited_cards_templates_and_added_files_are_accepted(run, tmp_path):
+    export(run, folder := tmp_path / "out")
+    (folder / "README.md").write_text("mine")
+    (folder / "notes.json").write_text("{}")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text()) | {"chat_template": TEMPLATE}
+    path.write_text(json.dumps(config))
+    assert AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == "user: hi\nassistant: ho\n"
+
+
+def test_saving_a_tokenizer_does_not_accept_corrupt_weights(run, tmp_path):
+    export(run, folder := tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\1\0")
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(UserError, match=r"model\.safetensors is missing, corrupt or was edited"):
+        AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_model_saved_over_an_export_is_loaded(run, tmp_path):
+    export(run, folder := tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.nn.init.ones_(model.lm_head.bias)
+    model.save_pretrained(folder)
+    assert not (folder / "checksums.json").exists()
+    assert torch.equal(
+        AutoModelForCausalLM.from_pretrained(folder).lm_head.bias, model.lm_head.bias
+    )
+
+
+def test_chat_template_is_applied_by_the_loaded_tokenizer(run, tmp_path):
+    (tmp_path / "my.jinja").write_text(TEMPLATE)
+    main(["export", str(run), str(tmp_path / "out"), "--chat-template", str(tmp_path / "my.jinja")])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "user: hi\nassistant: ho\n"
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == text
+    assert tokenizer.apply_chat_template(MESSAGES)["input_ids"] == list(text.encode())
+    assert tokenizer("<|endoftext|>")["input_ids"] == [256, *b"<|endoftext|>"]
+    tokenizer.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "chat_template.jinja").read_text() == TEMPLATE
+
+
+def test_chat_template_of_the_run_is_used_and_writes_special_tokens(run, tmp_path):
+    (run / "chat_template.jinja").write_text("{{ messages[0]['content'] }}{{ eos_token }}")
+    try:
+        export(run, tmp_path / "out")
+    finally:
+        (run / "chat_template.jinja").unlink()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.apply_chat_template(MESSAGES)["input_ids"] == [*b"hi", 256]
+
+
+def test_templates_may_reject_messages(run, tmp_path):
+    (tmp_path / "my.jinja").write_text("{{ raise_exception('no') }}")
+    export(run, tmp_path / "out", chat_template=tmp_path / "my.jinja")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a\n{% for x in %}", "my.jinja, line 2"),
+        (b" \n", "my.jinja is empty"),
+        (b"\xff", "my.jinja is not UTF-8"),
+        (None, "cannot read"),
+    ],
+)
+def test_invalid_chat_templates_are_rejected(run, tmp_path, capsys, content, message):
+    if content is not None:
+        (tmp_path / "my.jinja").write_bytes(content)
+    out = tmp_path / "out"
+    line = user_error(capsys, "export", run, out, "--chat-template", tmp_path / "my.jinja")
+    assert message in line
+    assert not out.exists()
+
+
+class Hub:
+    """A stand-in for HfApi that records the calls."""
+
+    def __init__(self, monkeypatch, error=None, private=True):
+        self.error, self.private, self.uploads, self.created = error, private, [], []
+        monkeypatch.setattr(huggingface_hub, "HfApi", lambda: self)
+        monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: False)
+        monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
+
+    def create_repo(self, repo_id, **options):
+        if self.error is not None:
+            raise self.error
+        self.created.append((repo_id, options))
+        url = f"https://huggingface.co/{repo_id}"
+        return huggingface_hub.RepoUrl(url)
+
+    def repo_info(self, repo_id):
+        return SimpleNamespace(private=self.private)
+
+    def upload_folder(self, *, folder_path, **options):
+        names = {path.name for path in folder_path.iterdir()}
+        self.uploads.append(options | {"names": names})
+
+
+def test_push_uploads_the_complete_folder(run, tmp_path, monkeypatch, capsys):
+    hub, out = Hub(monkeypatch), tmp_path / "out"
+    main(["export", str(run), str(out), "--push-to-hub", "me/my-model", "--private"])
+    assert hub.created == [("me/my-model", {"private": True, "exist_ok": True})]
+    (upload,) = hub.uploads
+    assert upload["repo_id"] == "me/my-model"
+    assert upload["names"] == {path.name for path in out.iterdir()}
+    assert "model.safetensors.index.json" not in upload["names"]
+    assert "*.safetensors.index.json" in upload["delete_patterns"]
+    assert 'from_pretrained("me/my-model")' in (out / "README.md").read_text()
+    assert "me/my-model" in capsys.readouterr().out
+
+
+def test_push_rejects_a_public_repository_if_private_is_asked_for(run, tmp_path, monkeypatch):
+    hub = Hub(monkeypatch, private=False)
+    with pytest.raises(UserError, match="is public"):
+        push_folder(run, "me/my-model", private=True)
+    assert hub.uploads == []
+
+
+def test_failed_upload_is_one_line_and_keeps_the_folder(run, tmp_path, monkeypatch, capsys):
+    Hub(monkeypatch, error=ConnectionError("no route\nto host"))
+    out = tmp_path / "out"
+    line = user_error(capsys, "export", run, out, "--push-to-hub", "me/my-model")
+    assert "no route to host" in line
+    assert f"hf upload me/my-model {out}" in line
+    assert AutoModelForCausalLM.from_pretrained(out)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [("get_token", None, "hf auth login"), ("is_offline_mode", True, "HF_HUB_OFFLINE")],
+)
+def test_push_fails_early_without_token_or_network(
+    run, tmp_path, monkeypatch, capsys, name, value, message
+):
+    Hub(monkeypatch)
+    monkeypatch.setattr(huggingface_hub, name, lambda: value)
+    line = user_error(capsys, "export", run, tmp_path / "out", "--push-to-hub", "me/my-model")
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("repo_id", ["a/b/c", "", "a b", "me/-x"])
+def test_invalid_repository_names_are_rejected(repo_id):
+    with pytest.raises(UserError, match="--push-to-hub"):
+        check_can_push(repo_id)
+
+
+def test_private_needs_a_repository(run, tmp_path, capsys):
+    assert "--push-to-hub" in user_error(capsys, "export", run, tmp_path / "out", "--private")

@@ -4,6 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-for-demo
 DOCS_STAMP := $(VENV)/.installed-for-docs
+CLIENTS_STAMP := $(VENV)/.installed-for-clients
 PYTEST := $(BIN)/pytest -q -n auto
 
 .PHONY: help install test test-all demo bench docs docs-serve figures clean
@@ -29,6 +30,10 @@ $(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	@touch $@
 
+$(CLIENTS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,clients]'
+	@touch $@
+
 install: $(STAMP)  ## create .venv with the pinned versions
 
 test: $(STAMP)  ## run the linter, the type checker and the tests
@@ -37,8 +42,9 @@ test: $(STAMP)  ## run the linter, the type checker and the tests
 	$(BIN)/mypy
 	$(PYTEST)
 
-test-all: test  ## run all tests, including slow ones
+test-all: test $(CLIENTS_STAMP)  ## run all tests, including slow ones and client libraries
 	$(PYTEST) -m slow
+	$(PYTEST) tests/clients
 
 demo: $(DEMO_STAMP)  ## train a small model in minutes, evaluate it, generate text
 	$(BIN)/tvq bench demo

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,38 +24,66 @@ from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer, add_usages, 
 from transformer_vq.parallel.data_parallel import default_group, total_usage
 
 
+@dataclass
+class _Pending:
+    """The training passes since the last optimizer step.
+
+    weight: a trainable parameter and its value at the first pass, to detect optimizer steps that
+    the hook has missed.
+    """
+
+    usage: tuple[CodeUsage, ...]
+    n_passes: int
+    weight: tuple[nn.Parameter, Tensor] | None
+
+
 class CodebookUpdates(nn.Module):
     """Collects the code usage of training passes and applies it after each optimizer step."""
 
     branches: nn.ModuleList
-    code_usage: tuple[CodeUsage, ...] | None = None
-    """Sum over the training passes since the last optimizer step, or None."""
     codebooks_frozen: bool = False
     """Whether training leaves all codebooks unchanged."""
-    _n_micro_batches: int = 0
-    _warned: bool = False
+    _pending: _Pending | None = None
+    _warned_frozen: bool = False
+    _checks_steps: bool = True
+    """Whether to look for optimizer steps that the hook has missed, until it has seen one."""
+
+    @property
+    def code_usage(self) -> tuple[CodeUsage, ...] | None:
+        """Sum over the training passes since the last optimizer step, or None."""
+        return None if self._pending is None else self._pending.usage
 
     def codebook_layers(self) -> list[VQAttention]:
         return [branch for branch in self.branches if isinstance(branch, VQAttention)]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def add_usage(self, usages: tuple[CodeUsage, ...]) -> None:
         """Add the code usage of one training pass, to be applied after the optimizer step."""
-        if not any(self._follows(layer) for layer in self.codebook_layers()):
+        frozen = [layer for layer in self.codebook_layers() if not self._follows(layer)]
+        for layer in frozen:
+            layer.quantizer._n_unused = 0  # it is frozen, so do not warn about missing updates
+        if len(frozen) == len(self.codebook_layers()):
             self._warn_if_adapted()
             return
-        self._n_micro_batches += 1
-        self.code_usage = add_usages(self.code_usage, usages)
-        _PENDING.add(self)
-        _install_hook()
+        if self._pending is None:
+            weight = _smallest_weight(self) if self._checks_steps else None
+            self._pending = _Pending(usages, 1, weight)
+            _install_hook()
+            _PENDING[self] = None
+            return
+        self._warn_if_missed(self._pending)
+        self._pending.usage = add_usages(self._pending.usage, usages)
+        self._pending.n_passes += 1
 
+    @torch.no_grad()
     def update_codebooks(self, code_usage: Sequence[CodeUsage] | None = None) -> None:
         """Move the codebooks towards the keys of `code_usage`; happens after each optimizer step.
 
         code_usage: by default that of all training passes since the last update, on all processes.
         Codebooks of frozen layers do not move.
         """
-        if code_usage is None and self.code_usage is not None:
-            code_usage = total_usage(self.code_usage, default_group())
+        if code_usage is None and self._pending is not None:
+            code_usage = total_usage(self._pending.usage, default_group())
         if code_usage is not None:
             for layer, usage in zip(self.codebook_layers(), code_usage, strict=True):
                 if self._follows(layer):
@@ -63,8 +92,8 @@ class CodebookUpdates(nn.Module):
 
     def drop_code_usage(self) -> None:
         """Discard the code usage since the last update, as for a skipped optimizer step."""
-        self.code_usage, self._n_micro_batches = None, 0
-        _PENDING.discard(self)
+        self._pending = None
+        _PENDING.pop(self, None)
 
     def key_priority(self, n_rows: int, seq_len: int, valid: Tensor | None) -> Tensor:
         """Return the priority of keys as candidates for new codes: [n_rows, seq_len].
@@ -74,9 +103,14 @@ class CodebookUpdates(nn.Module):
         """
         group = default_group()
         rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        first_row = (self._n_micro_batches * size + rank) * n_rows
+        n_passes = 0 if self._pending is None else self._pending.n_passes
+        first_row = (n_passes * size + rank) * n_rows
         device = next(self.parameters()).device if valid is None else valid.device
         return token_priority(n_rows, seq_len, valid, device, first_row)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles have no pending code usage, as copies of parameters have no grad."""
+        return {name: x for name, x in vars(self).items() if name != "_pending"}
 
     def _follows(self, layer: VQAttention) -> bool:
         """Return whether training moves the codebook of a layer.
@@ -89,19 +123,36 @@ class CodebookUpdates(nn.Module):
         return layer.u.requires_grad or not isinstance(layer.quantizer, VectorQuantizer)
 
     def _warn_if_adapted(self) -> None:
-        if self._warned or self.codebooks_frozen:
+        """Warn once if layers are trained, but by an adapter that cannot save their codebooks."""
+        if self._warned_frozen or self.codebooks_frozen:
             return
-        self._warned = True
         if any(p.requires_grad for layer in self.codebook_layers() for p in layer.parameters()):
+            self._warned_frozen = True
             warnings.warn(
-                "the codebooks stay frozen, because the layers under the adapter are; use "
-                "modules_to_save=['quantizer'] to train the codebooks and save them with it",
+                "the codebooks are not trained, because the base weights of their layers are "
+                "frozen; to train them with a PEFT adapter and save them in its files, use "
+                "modules_to_save=['quantizer']; freeze_codebooks() hides this warning",
+                stacklevel=2,
+            )
+
+    def _warn_if_missed(self, pending: _Pending) -> None:
+        """Warn once if weights have changed since the first pending pass, without the hook."""
+        if not self._checks_steps or pending.weight is None:
+            return
+        weight, before = pending.weight
+        now = _local(weight)
+        if now.shape == before.shape and now.device == before.device and not now.equal(before):
+            self._checks_steps = False
+            warnings.warn(
+                "the weights have changed, but not by a torch optimizer of this model's "
+                "parameters, so the codebooks were not updated; call model.update_codebooks() "
+                "after each optimizer step, or give the Trainer a CodebookCallback()",
                 stacklevel=2,
             )
 
 
-_PENDING: weakref.WeakSet[CodebookUpdates] = weakref.WeakSet()
-"""Models with code usage that has not been applied."""
+_PENDING: weakref.WeakKeyDictionary[CodebookUpdates, None] = weakref.WeakKeyDictionary()
+"""Models with code usage that has not been applied, in the same order on all ranks."""
 _installed: list[Any] = []
 
 
@@ -110,6 +161,7 @@ def _install_hook() -> None:
         _installed.append(register_optimizer_step_post_hook(_after_step))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Update the codebooks of the models whose parameters the optimizer has updated."""
     if not _PENDING:
@@ -117,5 +169,20 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for model in list(_PENDING):
         if any(id(p) in updated for p in model.parameters()):
-            with torch.no_grad():
-                model.update_codebooks()
+            model._checks_steps = False
+            model.update_codebooks()
+
+
+def _smallest_weight(model: nn.Module) -> tuple[nn.Parameter, Tensor] | None:
+    """Return the smallest trainable parameter and a copy of its value, or None."""
+    trainable = [p for p in model.parameters() if p.requires_grad and p.numel() > 1]
+    if not trainable:
+        return None
+    weight = min(trainable, key=lambda p: p.numel())
+    return weight, _local(weight).clone()
+
+
+def _local(x: Tensor) -> Tensor:
+    """Return the values on this rank; with FSDP2, parameters are sharded."""
+    local: Tensor = x.to_local() if hasattr(x, "to_local") else x
+    return local.detach()

@@ -14,6 +14,8 @@ from transformer_vq.hf.checksums import check_folder, remove_checksums
 from transformer_vq.hf.remote_code import FixedAutoMap
 
 UNLIMITED = 10**9
+"""`max_position_embeddings`: tools read it as the maximum number of tokens; there is none."""
+DERIVED = ("num_attention_heads", "num_key_value_heads")
 _DEFAULTS = asdict(ModelConfig(vocab_size=256, d_model=768, n_layer=24))
 
 
@@ -22,7 +24,8 @@ class TransformerVQConfig(FixedAutoMap, PreTrainedConfig):
 
     Values are validated by `ModelConfig`. bos_token_id: the token before each document.
     eos_token_id: the token after each document, at which generation stops; None if the model was
-    trained without one.
+    trained without one. max_position_embeddings: read by tools that truncate their input.
+    The numbers of heads follow from the other fields; they are only written.
     """
 
     model_type = "transformer_vq"
@@ -33,8 +36,6 @@ class TransformerVQConfig(FixedAutoMap, PreTrainedConfig):
         "tie_word_embeddings": "tie_embeddings",
         "head_dim": "d_k",
     }
-    max_position_embeddings = UNLIMITED
-    """Maximum number of tokens, which tools read; this model has no limit."""
 
     def __init__(
         self,
@@ -43,8 +44,11 @@ class TransformerVQConfig(FixedAutoMap, PreTrainedConfig):
         bos_token_id: int | None = 0,
         eos_token_id: int | None = None,
         pad_token_id: int | None = None,
+        max_position_embeddings: int = UNLIMITED,
         **kwargs: Any,
     ) -> None:
+        for name in DERIVED:
+            kwargs.pop(name, None)
         for name, mapped in self.attribute_map.items():
             if name in kwargs:
                 kwargs[mapped] = kwargs.pop(name)
@@ -55,6 +59,7 @@ class TransformerVQConfig(FixedAutoMap, PreTrainedConfig):
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.pad_token_id = pad_token_id
+        self.max_position_embeddings = max_position_embeddings
         super().__init__(**kwargs)
 
     @classmethod
@@ -86,6 +91,11 @@ class TransformerVQConfig(FixedAutoMap, PreTrainedConfig):
         return ModelConfig(
             **{field.name: getattr(self, field.name) for field in fields(ModelConfig)}
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, and the numbers of heads, which tools such as PEFT look up."""
+        values: dict[str, Any] = super().to_dict()
+        return values | {name: getattr(self, name) for name in DERIVED}
 
     @property
     def num_attention_heads(self) -> int:

@@ -10,10 +10,12 @@ from transformer_vq.hf.modeling_transformer_vq import TransformerVQModel
 
 
 class CodebookCallback(TrainerCallback):
-    """Discards the code usage of optimizer steps that were skipped, as with fp16 gradient scaling.
+    """Handles optimizer steps that are skipped, and optimizers that are not from torch.optim.
 
-    Codebooks are updated after each optimizer step without a callback. Without this one, the
-    statistics of a skipped step are applied together with those of the next step.
+    Other steps update the codebooks without a callback. If a step is skipped, as with fp16 gradient
+    scaling, its code usage is discarded; without this callback, it is applied with the next step.
+    For optimizers that PyTorch's hooks do not cover, as in DeepSpeed, this callback updates the
+    codebooks.
     """
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -23,4 +25,4 @@ class CodebookCallback(TrainerCallback):
             if getattr(kwargs.get("optimizer"), "step_was_skipped", False):
                 module.drop_code_usage()
             else:
-                module.update_codebooks()  # for optimizers that are not from torch.optim
+                module.update_codebooks()  # does nothing if the hook has done it

@@ -1,0 +1,14 @@
+"""The code blocks of the Hugging Face guide run, also those that need client libraries (`py`)."""
+
+import re
+from pathlib import Path
+
+GUIDE = Path(__file__).parent.parent.parent / "docs" / "guides" / "hugging-face.md"
+BLOCK = re.compile(r"^```(?:python|py)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+
+
+def test_all_blocks_of_the_guide_run_in_order(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, object] = {"__name__": "docs"}
+    for code in BLOCK.findall(GUIDE.read_text()):
+        exec(compile(code, str(GUIDE), "exec"), namespace)

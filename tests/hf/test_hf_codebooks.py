@@ -1,0 +1,263 @@
+"""Codebooks follow any optimizer of the model's parameters, once per optimizer step."""
+
+import copy
+import gc
+import pickle
+
+import pytest
+import torch
+from helpers import tiny_config
+from torch import nn
+
+from transformer_vq import TransformerVQ
+from transformer_vq.hf import CodebookCallback, TransformerVQForCausalLM
+from transformer_vq.hf import codebooks as codebooks_module
+from transformer_vq.nn.quantizer import VectorQuantizer
+
+TOKENS = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def new_model(**overrides) -> TransformerVQForCausalLM:
+    core = TransformerVQ(tiny_config(vocab_size=256, **overrides))
+    return TransformerVQForCausalLM.from_core(core).train()
+
+
+def accumulate(model, batch=TOKENS) -> None:
+    model(input_ids=batch, labels=batch).loss.backward()
+
+
+def sums(model) -> list[torch.Tensor]:
+    return [m.c_sum.clone() for m in model.modules() if isinstance(m, VectorQuantizer)]
+
+
+def moved(model, before) -> list[bool]:
+    return [not torch.equal(a, b) for a, b in zip(sums(model), before, strict=True)]
+
+
+def sgd(parameters, lr=0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr)
+
+
+@pytest.fixture
+def updates(monkeypatch) -> list[VectorQuantizer]:
+    """Return a list that grows by each quantizer whose codebook is updated."""
+    found = []
+    update = VectorQuantizer.update_codebook
+
+    def recorded(self, code_usage):
+        found.append(self)
+        update(self, code_usage)
+
+    monkeypatch.setattr(VectorQuantizer, "update_codebook", recorded)
+    return found
+
+
+def test_optimizer_step_updates_each_codebook_once(updates):
+    model = new_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    n_codebooks = len(sums(model))
+    for step in range(3):
+        accumulate(model)
+        accumulate(model)
+        assert len(updates) == step * n_codebooks
+        optimizer.step()
+        assert len(updates) == (step + 1) * n_codebooks
+        assert model.code_usage is None
+    optimizer.step()  # without a training pass
+    assert len(updates) == 3 * n_codebooks
+
+
+def test_two_optimizers_of_one_model_update_codebooks_once(updates):
+    model = new_model()
+    matrices = sgd([p for p in model.parameters() if p.ndim == 2])
+    others = sgd([p for p in model.parameters() if p.ndim != 2])
+    accumulate(model)
+    matrices.step()
+    others.step()
+    assert len(updates) == len(sums(model))
+
+
+def test_optimizer_updates_only_its_own_model():
+    one, other = new_model(), new_model()
+    optimizers = [sgd(model.parameters()) for model in (one, other)]
+    before = [sums(model) for model in (one, other)]
+    accumulate(one)
+    accumulate(other)
+    optimizers[0].step()
+    assert all(moved(one, before[0]))
+    assert not any(moved(other, before[1]))
+    optimizers[1].step()
+    assert all(moved(other, before[1]))
+
+
+def test_one_optimizer_updates_all_of_its_models():
+    models = nn.ModuleList([new_model(), new_model()])
+    before = [sums(model) for model in models]
+    optimizer = sgd(models.parameters())
+    for model in models:
+        accumulate(model)
+    optimizer.step()
+    assert all(all(moved(*pair)) for pair in zip(models, before, strict=True))
+
+
+def test_manual_update_after_the_step_is_not_applied_twice(updates):
+    model = new_model()
+    optimizer = sgd(model.parameters())
+    accumulate(model)
+    optimizer.step()
+    model.update_codebooks()
+    CodebookCallback().on_optimizer_step(None, None, None, model=model, optimizer=optimizer)
+    assert len(updates) == len(sums(model))
+
+
+def test_skipped_step_of_a_gradient_scaler_is_dropped_by_the_callback():
+    model = new_model()
+    optimizer = sgd(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    before = sums(model)
+    for is_finite in (False, True):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        scaler.scale(loss if is_finite else loss * torch.inf).backward()
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        optimizer.step_was_skipped = scaler.get_scale() < scale  # set by accelerate
+        CodebookCallback().on_optimizer_step(None, None, None, model=model, optimizer=optimizer)
+        assert moved(model, before) == [is_finite] * len(before)
+        assert model.code_usage is None
+
+
+def test_codebooks_of_frozen_layers_do_not_move():
+    model = new_model()
+    model.model.branches[:2].requires_grad_(False)
+    before = sums(model)
+    accumulate(model)
+    sgd(model.parameters()).step()
+    assert moved(model, before) == [False, False, True, True]
+
+
+def test_frozen_model_with_a_new_head_collects_nothing():
+    model = new_model()
+    model.model.requires_grad_(False)
+    accumulate(model)
+    assert model.code_usage is None
+
+
+def test_freeze_codebooks_leaves_them_unchanged_without_a_warning(monkeypatch):
+    monkeypatch.setattr("transformer_vq.nn.quantizer.MAX_UNUSED", 2)
+    model = new_model()
+    optimizer = sgd(model.parameters())
+    before = sums(model)
+    model.freeze_codebooks()
+    for _ in range(4):
+        accumulate(model)
+        optimizer.step()
+    assert not any(moved(model, before))
+    model.freeze_codebooks(False)
+    accumulate(model)
+    optimizer.step()
+    assert all(moved(model, before))
+
+
+def test_partly_trained_layers_warn_once_that_codebooks_are_frozen():
+    model = new_model()
+    for name, p in model.named_parameters():
+        p.requires_grad = name.endswith("q_proj.weight")
+    with pytest.warns(UserWarning, match="modules_to_save"):
+        accumulate(model)
+    accumulate(model)
+    assert model.code_usage is None
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_do_not_take_over_code_usage(copied):
+    model = new_model()
+    accumulate(model)
+    other = copied(model)
+    assert other.code_usage is None
+    assert model.code_usage is not None
+    before = sums(model)
+    accumulate(other)
+    sgd(other.parameters()).step()
+    assert all(moved(other, before))
+    assert not any(moved(model, before))
+    sgd(model.parameters()).step()
+    assert all(moved(model, before))
+    assert all(torch.equal(a, b) for a, b in zip(sums(model), sums(other), strict=True))
+
+
+def test_model_deleted_before_the_step_is_forgotten():
+    model = new_model()
+    accumulate(model)
+    optimizer = sgd([nn.Parameter(torch.zeros(2))])
+    n_before = len(codebooks_module._PENDING)
+    del model
+    gc.collect()
+    assert len(codebooks_module._PENDING) < n_before
+    optimizer.step()
+
+
+class DataOptimizer:
+    """An optimizer that is not from torch.optim, and changes values behind autograd's back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters = list(model.parameters())
+
+    def step(self) -> None:
+        for p in self.parameters:
+            p.data.add_(p.grad, alpha=-0.1)
+            p.grad = None
+
+
+def test_steps_of_an_unknown_optimizer_warn_once():
+    model = new_model()
+    optimizer = DataOptimizer(model)
+    accumulate(model)
+    accumulate(model)
+    optimizer.step()
+    with pytest.warns(UserWarning, match="model.update_codebooks()"):
+        accumulate(model)
+    accumulate(model)
+
+
+def test_optimizer_of_other_tensors_warns():
+    """As with DeepSpeed, whose torch optimizer has its own copies of the parameters."""
+    model = new_model()
+    copies = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    optimizer = sgd(copies)
+    accumulate(model)
+    for own, p in zip(copies, model.parameters(), strict=True):
+        own.grad = p.grad
+    optimizer.step()
+    for own, p in zip(copies, model.parameters(), strict=True):
+        p.data.copy_(own.data)
+    with pytest.warns(UserWarning, match="CodebookCallback"):
+        accumulate(model)
+
+
+def test_callback_updates_codebooks_for_an_unknown_optimizer():
+    model = new_model()
+    optimizer, before = DataOptimizer(model), sums(model)
+    for _ in range(2):
+        accumulate(model)
+        optimizer.step()
+        CodebookCallback().on_optimizer_step(None, None, None, model=model, optimizer=optimizer)
+        assert all(moved(model, before))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_compiled_model_and_step_update_codebooks():
+    torch._dynamo.reset()
+    model = new_model(n_layer=1)
+    optimizer, before = sgd(model.parameters()), sums(model)
+    compiled = torch.compile(model, backend="eager")
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(2):
+        compiled(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        step()
+        assert all(moved(model, before))
+        assert model.code_usage is None
+        before = sums(model)

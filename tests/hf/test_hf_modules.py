@@ -1,0 +1,126 @@
+"""Every module with weights is called, so hooks, offloading and replaced modules take effect."""
+
+import warnings
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from helpers import relative_rms, tiny_config
+from torch import nn
+
+from transformer_vq import TransformerVQ, generate
+from transformer_vq.hf import TransformerVQForCausalLM, TransformerVQForSequenceClassification
+from transformer_vq.nn.quantizer import VectorQuantizer
+
+HEAD_TYPES = ["shga", "mqa", "mha", "gqa"]
+TOKENS = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+def new_model(**overrides) -> TransformerVQForCausalLM:
+    torch.manual_seed(0)
+    core = TransformerVQ(tiny_config(vocab_size=256, **overrides))
+    return TransformerVQForCausalLM.from_core(core).eval()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"head_type": head_type} for head_type in HEAD_TYPES),
+        {"attention": "full"},
+        {"tie_embeddings": True, "final_norm": True},
+        {"absolute_positions": True},
+    ],
+    ids=str,
+)
+def test_hooks_of_all_modules_with_weights_are_called(options):
+    model = new_model(**options)
+    called = set()
+    names = [
+        name
+        for name, module in model.named_modules()
+        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    ]
+    for name in names:
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: called.add(name))
+    cache = model(TOKENS[:, :11], use_cache=True).past_key_values
+    assert called == set(names)
+    called.clear()
+    model(TOKENS[:, 11:], past_key_values=cache)
+    assert called == set(names)
+
+
+def test_hooks_change_decoding_as_they_change_the_forward_pass():
+    model = new_model()
+    plain = model(TOKENS).logits
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(lambda module, args, output: output * 1.5)
+    want = model(TOKENS).logits
+    assert not torch.equal(want, plain)
+    cache = model(TOKENS[:, :11], use_cache=True).past_key_values
+    got = model(TOKENS[:, 11:], past_key_values=cache).logits
+    torch.testing.assert_close(got[:, 0], want[:, -1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_offloaded_model_gives_the_same_logits(where, offload_buffers, tmp_path):
+    model = new_model(head_type="mqa", absolute_positions=True)
+    with torch.no_grad():
+        logits = model(TOKENS).logits
+    new_tokens = model.generate(TOKENS, max_new_tokens=6, do_sample=False)
+    options = {"execution_device": torch.device("cpu"), "offload_buffers": offload_buffers}
+    if where == "cpu":
+        cpu_offload(model, **options)
+    else:
+        disk_offload(model, str(tmp_path / "weights"), **options)
+    assert all(p.is_meta for p in model.parameters())
+    assert all(x.is_meta == offload_buffers for x in model.buffers())
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS).logits, logits)
+    assert torch.equal(model.generate(TOKENS, max_new_tokens=6, do_sample=False), new_tokens)
+
+
+def test_device_map_with_disk_gives_the_same_logits(tmp_path):
+    model = new_model()
+    model.save_pretrained(tmp_path / "model")
+    places = {"model.embed": "cpu", "lm_head": "disk"}
+    places |= {f"model.branches.{i}": "disk" if i % 2 else "cpu" for i in range(4)}
+    loaded = TransformerVQForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "offload")
+    )
+    assert loaded.lm_head.weight.is_meta
+    with torch.no_grad():
+        assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    sequences = loaded.generate(TOKENS, max_new_tokens=6, do_sample=False)
+    assert torch.equal(sequences, model.generate(TOKENS, max_new_tokens=6, do_sample=False))
+
+
+def test_offloaded_classifier_gives_the_same_logits():
+    model = TransformerVQForSequenceClassification(new_model().config).eval()
+    with torch.no_grad():
+        want = model(TOKENS).logits
+        cpu_offload(model, torch.device("cpu"), offload_buffers=True)
+        assert torch.equal(model(TOKENS).logits, want)
+
+
+@pytest.mark.parametrize("head_type", HEAD_TYPES)
+def test_dynamically_quantized_layers_are_used(head_type):
+    model = new_model(head_type=head_type)
+    with torch.no_grad():
+        want = model(TOKENS).logits
+    n_linear = sum(type(module) is nn.Linear for module in model.modules())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch recommends torchao instead
+        quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
+    replaced = torch.ao.nn.quantized.dynamic.Linear
+    assert sum(isinstance(module, replaced) for module in quantized.modules()) == n_linear
+    assert not any(type(module) is nn.Linear for module in quantized.modules())
+    with torch.no_grad():
+        got = quantized(TOKENS).logits
+    assert 0 < relative_rms(got, want) < 0.2
+    sequences = quantized.generate(TOKENS[:1], max_new_tokens=6, do_sample=False)
+    core = quantized.to_core()
+    assert generate(core, TOKENS[0].tolist(), 6, temperature=0) == sequences[0, 12:].tolist()
+    assert any(isinstance(module, replaced) for module in core.modules())
+    assert all(m.c_sum.dtype == torch.float32 for m in core.modules() if type(m) is VectorQuantizer)

@@ -7,11 +7,11 @@ DOCS_STAMP := $(VENV)/.installed-for-docs
 CLIENTS_STAMP := $(VENV)/.installed-for-clients
 PYTEST := $(BIN)/pytest -q -n auto
 
-.PHONY: help install test test-all demo bench docs docs-serve figures clean
+.PHONY: help install test test-all transformers-tests demo bench docs docs-serve figures clean
 .DEFAULT_GOAL := help
 
 help:  ## show the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required; try: make PYTHON=python3.12 ...")'
@@ -45,6 +45,9 @@ test: $(STAMP)  ## run the linter, the type checker and the tests
 test-all: test $(CLIENTS_STAMP)  ## run all tests, including slow ones and client libraries
 	$(PYTEST) -m slow
 	$(PYTEST) tests/clients
+
+transformers-tests: $(CLIENTS_STAMP)  ## run the common tests of transformers against our models
+	$(BIN)/python tests/clients/transformers_suite.py
 
 demo: $(DEMO_STAMP)  ## train a small model in minutes, evaluate it, generate text
 	$(BIN)/tvq bench demo

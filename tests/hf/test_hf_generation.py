@@ -1,13 +1,19 @@
 """`generate` of transformers compared with ours, with and without a cache."""
 
+import copy
+
 import pytest
 import torch
 from helpers import assert_close, tiny_config
-from transformers import TextStreamer, pipeline
+from transformers import StaticCache, TextStreamer, pipeline
 
 from transformer_vq import TransformerVQ
 from transformer_vq.generation.decode import generate
-from transformer_vq.hf import TransformerVQForCausalLM, TransformerVQTokenizer
+from transformer_vq.hf import (
+    TransformerVQCache,
+    TransformerVQForCausalLM,
+    TransformerVQTokenizer,
+)
 
 PROMPT = [0, 72, 101, 108, 108, 111, 44, 32]
 SHORTER = [0, 72, 105, 33]
@@ -111,9 +117,64 @@ def test_generate_continues_from_a_returned_cache(model):
     assert more.tolist() == search(model, [PROMPT])
 
 
+def prompt_cache(model, n_tokens: int, n_copies: int = 1) -> TransformerVQCache:
+    """Return the cache after the first tokens of the prompt."""
+    with torch.no_grad():
+        cache = model(torch.tensor([PROMPT[:n_tokens]])).past_key_values
+    cache.batch_repeat_interleave(n_copies)
+    return cache
+
+
+def test_copies_of_a_prompt_cache_serve_several_calls(model):
+    cache = prompt_cache(model, 5)
+    for tokens in (PROMPT, [*PROMPT[:5], 33, 34]):
+        got = search(model, [tokens], past_key_values=copy.deepcopy(cache))
+        assert got == search(model, [tokens])
+    assert cache.get_seq_length() == 5
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "top_p": 0.9}])
+def test_repeated_prompt_cache_serves_several_sequences(model, options):
+    def draw(**more):
+        torch.manual_seed(0)
+        return search(model, [PROMPT], num_return_sequences=3, **options, **more)
+
+    assert draw(past_key_values=prompt_cache(model, 5, n_copies=3)) == draw()
+
+
+def test_cache_of_another_batch_size_is_rejected(model):
+    with pytest.raises(ValueError, match="batch size"):
+        search(model, [PROMPT] * 2, past_key_values=prompt_cache(model, 5))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "static", "hybrid", "offloaded", "quantized"])
+def test_every_cache_implementation_uses_the_state(model, name):
+    got = model.generate(
+        torch.tensor([PROMPT]),
+        max_new_tokens=20,
+        cache_implementation=name,
+        return_dict_in_generate=True,
+    )
+    assert isinstance(got.past_key_values, TransformerVQCache)
+    assert got.sequences.tolist() == search(model, [PROMPT])
+
+
+def test_cache_of_another_class_is_rejected(model):
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    with pytest.raises(TypeError, match="StaticCache"):
+        search(model, [PROMPT], past_key_values=cache)
+
+
+def test_continuous_batching_is_rejected(model):
+    assert not hasattr(model, "init_continuous_batching")  # `transformers serve` checks this
+    with pytest.raises(ValueError, match="continuous batching"):
+        search(model, [PROMPT], cache_implementation="paged")
+
+
 def test_assisted_decoding_is_rejected(model):
-    with pytest.raises(ValueError, match="stateful"):
-        search(model, [PROMPT], prompt_lookup_num_tokens=3)
+    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
+        with pytest.raises(ValueError, match="stateful"):
+            search(model, [PROMPT], **options)
 
 
 def test_stop_string_ends_the_text(model):

@@ -25,8 +25,9 @@ from transformer_vq.hf.modeling_transformer_vq import (
     TransformerVQModel,
     TransformerVQModelOutput,
     TransformerVQOutput,
-    TransformerVQPreTrainedModel,
 )
+from transformer_vq.hf.pretrained import TransformerVQPreTrainedModel
+from transformer_vq.hf.serving import add_to_transformers
 from transformer_vq.hf.tokenization_transformer_vq import TransformerVQTokenizer
 from transformer_vq.hf.trainer import CodebookCallback
 
@@ -37,6 +38,7 @@ AutoModelForSequenceClassification.register(
     TransformerVQConfig, TransformerVQForSequenceClassification, exist_ok=True
 )
 AutoTokenizer.register(TransformerVQConfig, TransformerVQTokenizer, exist_ok=True)
+add_to_transformers(TransformerVQForCausalLM)
 
 __all__ = [
     "CodebookCallback",

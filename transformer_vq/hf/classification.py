@@ -10,10 +10,8 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from transformer_vq.hf.cache import TransformerVQCache
 from transformer_vq.hf.configuration_transformer_vq import TransformerVQConfig
-from transformer_vq.hf.modeling_transformer_vq import (
-    TransformerVQModel,
-    TransformerVQPreTrainedModel,
-)
+from transformer_vq.hf.modeling_transformer_vq import TransformerVQModel
+from transformer_vq.hf.pretrained import TransformerVQPreTrainedModel
 
 
 class TransformerVQForSequenceClassification(TransformerVQPreTrainedModel):

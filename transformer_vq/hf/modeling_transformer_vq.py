@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from transformer_vq.generation.prefill import SEGMENT_LEN, run_segments
@@ -21,11 +20,10 @@ from transformer_vq.hf.cache import TransformerVQCache
 from transformer_vq.hf.codebooks import CodebookUpdates
 from transformer_vq.hf.configuration_transformer_vq import TransformerVQConfig
 from transformer_vq.hf.inputs import check_inputs, document_ids_of, valid_tokens
-from transformer_vq.hf.saving import SavedModel
-from transformer_vq.nn.layers import Head, ScaledSinusoids
+from transformer_vq.hf.pretrained import TransformerVQPreTrainedModel
+from transformer_vq.hf.sharing import share_tensors, shared_module
+from transformer_vq.nn.layers import Head
 from transformer_vq.nn.model import TransformerVQ, last_columns, scaled_features
-from transformer_vq.nn.projections import AttentionLayer
-from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
 from transformer_vq.nn.stack import Stack, StackOutput
 from transformer_vq.nn.state import ModelState
 
@@ -42,59 +40,6 @@ class TransformerVQOutput(CausalLMOutputWithPast):
     """Adds commit_loss: the core model's, or None if a long prompt was run in segments."""
 
     commit_loss: Tensor | None = None
-
-
-class TransformerVQPreTrainedModel(SavedModel, PreTrainedModel):
-    """Settings, initial weights and codebook updates of all Transformer-VQ models."""
-
-    config_class = TransformerVQConfig
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _is_stateful = True
-    _input_embed_layer = "embed"
-    _no_split_modules: ClassVar = [vars(BRANCH_TYPES)[name].__name__ for name in vars(BRANCH_TYPES)]
-    _skip_keys_device_placement: ClassVar = ["past_key_values"]
-    _keep_in_fp32_modules_strict: ClassVar = ["c_sum", "c_count"]
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Draw the initial weights of the core model, also for codebooks."""
-        if isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=module.in_features**-0.5)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight)
-        elif isinstance(module, AttentionLayer):
-            init.zeros_(module.u)
-            init.zeros_(module.v)
-        elif isinstance(module, ScaledSinusoids):
-            init.zeros_(module.scale)
-        elif isinstance(module, VectorQuantizer):
-            init.normal_(module.c_sum, std=module.c_sum.shape[1] ** -0.5)
-            init.ones_(module.c_count)
-            init.constant_(module.started, float(module.codebook_init == "random"))
-
-    @property
-    def code_usage(self) -> tuple[CodeUsage, ...] | None:
-        """Codebook statistics of the training passes since the last optimizer step, or None."""
-        return self.base_model.code_usage  # type: ignore[no-any-return]
-
-    def update_codebooks(self, *args: Any) -> None:
-        """Apply the code usage now; otherwise this happens after the next optimizer step."""
-        self.base_model.update_codebooks(*args)
-
-    def drop_code_usage(self) -> None:
-        """Discard the code usage since the last optimizer step."""
-        self.base_model.drop_code_usage()
-
-    def freeze_codebooks(self, freeze: bool = True) -> None:
-        """Select whether training leaves the codebooks unchanged."""
-        self.base_model.codebooks_frozen = freeze
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
 
 
 class TransformerVQModel(CodebookUpdates, TransformerVQPreTrainedModel, Stack):
@@ -337,24 +282,3 @@ class TransformerVQForCausalLM(TransformerVQPreTrainedModel, GenerationMixin):
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Reject continuous batching, which pages the keys and values of each token."""
         raise ValueError("continuous batching is not supported; use generate without a paged cache")
-
-
-def share_tensors(source: nn.Module, target: nn.Module) -> None:
-    """Give `target` the tensors of `source` with the same names, without copying them."""
-    for kind in ("_parameters", "_buffers"):
-        own = getattr(target, kind)
-        own.update({n: getattr(source, n) for n in own if own[n] is not None})
-    for name, module in target.named_children():
-        if name in source._modules:
-            setattr(target, name, shared_module(getattr(source, name), module))
-
-
-def shared_module(source: nn.Module, target: nn.Module) -> Any:
-    """Return `target` with the tensors of `source`; or `source`, if a library has replaced it.
-
-    Modules with adapters or quantized weights are such replacements.
-    """
-    if not (isinstance(source, type(target)) or isinstance(target, type(source))):
-        return source
-    share_tensors(source, target)
-    return target

@@ -6,11 +6,13 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizer
 
 from transformer_vq.data.tokenizers import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
 from transformer_vq.hf.checksums import check_folder
 from transformer_vq.hf.remote_code import TOKENIZER_AUTO_MAP, FixedAutoMap, write_remote_code
+from transformer_vq.hf.serving import decoding_tokenizer
 
 
 class TransformerVQTokenizer(FixedAutoMap, PreTrainedTokenizer):
@@ -46,7 +48,10 @@ class TransformerVQTokenizer(FixedAutoMap, PreTrainedTokenizer):
         )
         self._pieces = self._core.pieces
         self._ids = {piece: i for i, piece in enumerate(self._pieces)}
-        self._texts = {piece: self._core.decode([i]) for i, piece in enumerate(self._pieces)}
+        # Special tokens decode to their names, as in transformers; skip_special_tokens omits them.
+        self._texts = {
+            piece: self._core.decode([i]) or piece.encode() for i, piece in enumerate(self._pieces)
+        }
         self.errors = errors
         bos = self._pieces[self._core.bos]
         defaults = {
@@ -64,6 +69,12 @@ class TransformerVQTokenizer(FixedAutoMap, PreTrainedTokenizer):
             end_of_document=end_of_document,
             **(defaults | kwargs | {"auto_map": TOKENIZER_AUTO_MAP}),
         )
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        """A tokenizer that only decodes, with which `transformers serve` streams text."""
+        is_bytes = isinstance(self._core, ByteTokenizer)
+        return decoding_tokenizer(self._pieces, self.added_tokens_decoder, is_bytes)
 
     @property
     def vocab_size(self) -> int:

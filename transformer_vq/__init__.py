@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from transformer_vq.errors import UserError
     from transformer_vq.evaluation import Evaluation, score
     from transformer_vq.generation.decode import generate, stream
+    from transformer_vq.generation.export import export_onnx, export_program
     from transformer_vq.generation.images import sample_images, save_grid
     from transformer_vq.generation.prefill import Context, prefill
     from transformer_vq.generation.sampling import Sampling
@@ -54,6 +55,7 @@ _MODULES = {
     "errors": "UserError",
     "evaluation": "Evaluation score",
     "generation.decode": "generate stream",
+    "generation.export": "export_onnx export_program",
     "generation.images": "sample_images save_grid",
     "generation.prefill": "Context prefill",
     "generation.sampling": "Sampling",
@@ -113,6 +115,8 @@ __all__ = [  # noqa: RUF022
     "document_ids_from_starts",
     "encoder_attention",
     "evaluate",
+    "export_onnx",
+    "export_program",
     "generate",
     "generate_text",
     "load_context",

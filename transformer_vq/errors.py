@@ -9,7 +9,9 @@ from __future__ import annotations
 import shlex
 
 EXTRAS = {
+    "lm-eval": "clients",
     "matplotlib": "plot",
+    "onnxscript": "onnx",
     "pillow": "image",
     "pyarrow": "data",
     "pyyaml": "config",

@@ -157,6 +157,7 @@ def test_version_is_that_of_the_package(capsys):
         ("export", "--checkpoint", "FOLDER"),
         ("export", "--max-shard-size", "500MB"),
         ("export", "--push-to-hub", "--private"),
+        ("export", "--format", "onnx"),
         ("prepare", "--vocab-size", "enwik8 is downloaded"),
         ("plot", "--overwrite", "PATH"),
         ("config", "--changed-only", "shown for the preset tiny"),

@@ -92,6 +92,7 @@ def test_full_disk_is_one_error_line_and_leaves_no_files(sandbox, line):
     ("package", "line"),
     [
         ("matplotlib", "plot text-run"),
+        ("onnxscript", "export text-run new-onnx --format onnx"),
         ("matplotlib", "plot decode.json"),
         ("matplotlib", "plot text-run full-run"),
         ("yaml", "info --config my.yaml"),

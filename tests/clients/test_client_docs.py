@@ -1,14 +1,22 @@
-"""The code blocks of the Hugging Face guide run, also those that need client libraries (`py`)."""
+"""The code blocks of the guides run, also those that need client libraries (`py`)."""
 
 import re
 from pathlib import Path
 
-GUIDE = Path(__file__).parent.parent.parent / "docs" / "guides" / "hugging-face.md"
+import pytest
+
+from transformer_vq import generate
+
+GUIDES = Path(__file__).parent.parent.parent / "docs" / "guides"
 BLOCK = re.compile(r"^```(?:python|py)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 
-def test_all_blocks_of_the_guide_run_in_order(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["hugging-face.md", "harnesses.md"])
+def test_all_blocks_of_a_guide_run_in_order(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "docs"}
-    for code in BLOCK.findall(GUIDE.read_text()):
-        exec(compile(code, str(GUIDE), "exec"), namespace)
+    for code in BLOCK.findall((GUIDES / name).read_text()):
+        exec(compile(code, name, "exec"), namespace)
+    if name == "harnesses.md":
+        want = generate(namespace["model"], [1, 2, 3], 20, temperature=0)
+        assert namespace["found"] == want

@@ -1,7 +1,6 @@
 """Export of a run to a folder that transformers can load; failures leave no files."""
 
 import re
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,9 +135,10 @@ def test_export_of_an_image_run_has_no_tokenizer(run, tmp_path, monkeypatch):
 def test_readme_example_runs(run, tmp_path, monkeypatch):
     (tmp_path / "my-run").symlink_to(run)
     monkeypatch.chdir(tmp_path)
-    section = re.search(r"## Hugging Face\n\n(.*?)\n\n(?=\S)", README.read_text(), flags=re.DOTALL)
-    main(re.search(r"# tvq (export my-run my-model)", section[1])[1].split())
-    exec(compile(textwrap.dedent(section[1]), "README.md", "exec"), {})
+    section = README.read_text().partition("## Hugging Face")[2].partition("\n## ")[0]
+    main(re.search(r"^    tvq (export my-run my-model)", section, flags=re.MULTILINE)[1].split())
+    code = re.search(r"```python\n(.*?)```", section, flags=re.DOTALL)[1]
+    exec(compile(code, "README.md", "exec"), {})
 
 
 def test_export_command_writes_the_folder_once(run, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""tvq export: write a run as a folder for Hugging Face transformers."""
+"""tvq export: write a run as a folder for Hugging Face transformers, or as ONNX graphs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from transformer_vq.cli.options import Checkpoint
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Export a run to a folder for Hugging Face transformers."""
+    """Export a run to a folder for Hugging Face transformers, or as ONNX graphs."""
 
     folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FOLDER")]]
-    """New folder for config, safetensors, tokenizer and model card."""
+    """New folder for config, safetensors, tokenizer and model card, or for ONNX files."""
     checkpoint: Checkpoint = "best"
+    format: Literal["hf", "onnx"] = "hf"
+    """hf: for transformers. onnx: the graphs forward, prefill and decode, without a tokenizer."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights; codebooks are always float32."""
     max_shard_size: str = "50GB"
@@ -37,6 +39,9 @@ def run(arguments: list[str]) -> None:
     options = parse(ExportOptions, rest, f"export {name}")
     if options.private and options.push_to_hub is None:
         raise UsageError("--private: needs --push-to-hub REPO_ID")
+    if options.format == "onnx":
+        _export_onnx(name, options)
+        return
 
     from transformer_vq.hf.export import export
     from transformer_vq.hf.hub import check_can_push, push_folder
@@ -59,3 +64,19 @@ def run(arguments: list[str]) -> None:
     print("load it with transformers, either after the import or with trust_remote_code=True:")
     print("  import transformer_vq.hf")
     print(f"  AutoModelForCausalLM.from_pretrained({repo or str(options.folder)!r})")
+
+
+def _export_onnx(name: str, options: ExportOptions) -> None:
+    plain = ExportOptions(options.folder, options.checkpoint, format="onnx")
+    if ignored := [n for n, x in vars(plain).items() if getattr(options, n) != x]:
+        raise UsageError(f"--{ignored[0].replace('_', '-')}: not with --format onnx")
+
+    from transformer_vq.generation.export import export_onnx
+    from transformer_vq.training.checkpoint import load_model
+
+    model, which = load_model(Path(name), options.checkpoint)
+    has_state = model.config.attention == "vq"
+    export_onnx(
+        model, options.folder, ("forward", "prefill", "decode") if has_state else ("forward",)
+    )
+    print(f"{options.folder}: {which} of {name} as ONNX; run it with onnxruntime")

@@ -26,6 +26,7 @@ from transformer_vq.ops.inputs import AttentionInputs, segment_lens
 from transformer_vq.ops.position import causal_bias
 from transformer_vq.ops.quadratic import quadratic_attention
 from transformer_vq.ops.ragged import Packing, newest, next_position, visible_keys
+from transformer_vq.ops.shapes import is_symbolic, symbolic_blocks
 from transformer_vq.ops.state import AttentionState
 
 AUTO_SCORES = 2**25
@@ -88,6 +89,9 @@ class VQAttention(AttentionLayer):
     def max_distance(self, state: AttentionState, seq_len: int) -> int:
         return self.config.block_len
 
+    def symbolic_blocks(self, seq_len: int) -> int | None:
+        return symbolic_blocks(seq_len, self.config.block_len)
+
     def segment_len(self, batch_size: int, seq_len: int) -> int:
         """Return the maximum number of tokens that the layer processes at a time."""
         if self._is_sharded() or self.reduction not in ("auto", "input_scan"):
@@ -95,6 +99,8 @@ class VQAttention(AttentionLayer):
         block_len = self.config.block_len
         if self.reduction == "input_scan":
             return block_len
+        if is_symbolic(batch_size):
+            return seq_len
         n_scores = batch_size * self.heads.n_head * (self.config.n_code + 2 * block_len)
         return max(1, AUTO_SCORES // (n_scores * block_len)) * block_len
 
@@ -108,6 +114,7 @@ class VQAttention(AttentionLayer):
         packing: Packing | None = None,
         sinusoids: Tensor | None = None,
         key_priority: Tensor | None = None,
+        n_blocks: int | None = None,
     ) -> AttentionOutput:
         """Attend within the next segment of each sequence, and to all earlier ones.
 
@@ -115,10 +122,11 @@ class VQAttention(AttentionLayer):
         valid: [b, t], False for padding, which may be anywhere; it is ignored, and its output is
         zero. document_ids: [b, t]; tokens attend within their document only.
         key_priority: [b, t] of int64, which keys may become codes; see `VectorQuantizer.forward`.
-        packing, sinusoids: computed once by a model for all its layers; x and key_priority are then
-        in the order of `Packing.gather`.
+        packing, sinusoids, n_blocks: computed once by a model for all its layers; x and
+        key_priority are then in the order of `Packing.gather`.
         """
         inputs, state = self._start(x, state, valid, document_ids, packing, sinusoids, key_priority)
+        inputs = inputs if n_blocks is None else replace(inputs, n_blocks=n_blocks)
         state = self._with_sinusoid_mask(state)
         inputs = self._with_key_priority(inputs)
         attend = self._checkpointed(self._segment)
@@ -154,6 +162,7 @@ class VQAttention(AttentionLayer):
             packing=packing,
             reduction=self.reduction,
             grad_through_cache=self.config.grad_through_cache,
+            n_blocks=inputs.n_blocks,
         )
         y = self._residual(wv, x_tilde)
         return AttentionOutput(y, state, quantized.commit_loss, quantized.usage)
@@ -215,6 +224,7 @@ class FullAttention(AttentionLayer):
         packing: Packing | None = None,
         sinusoids: Tensor | None = None,
         key_priority: Tensor | None = None,
+        n_blocks: int | None = None,
     ) -> AttentionOutput:
         """Attend as `VQAttention.forward` does; the state grows by one key and value per token."""
         inputs, state = self._start(x, state, valid, document_ids, packing, sinusoids, None)
@@ -266,7 +276,7 @@ def _join(outputs: list[AttentionOutput], segments: list[LayerInputs]) -> Attent
         return outputs[0]
     y = torch.cat([output.y for output in outputs], dim=1)
     n_tokens = [
-        torch.tensor(segment.x.shape[:2].numel(), device=y.device)
+        torch.full((), segment.x.shape[0] * segment.x.shape[1], device=y.device)
         if segment.packing is None or segment.packing.length is None
         else segment.packing.length.sum()
         for segment in segments

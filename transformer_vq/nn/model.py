@@ -19,8 +19,10 @@ from transformer_vq.nn.quantizer import CodeUsage
 from transformer_vq.nn.stack import Stack
 from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.cache import accumulation_dtype
+from transformer_vq.ops.tree import tensor_tree
 
 
+@tensor_tree
 @dataclass(frozen=True)
 class ModelOutput:
     """logits: [b, t, vocab_size] in float32 or better, state: for the next segment."""

@@ -27,10 +27,12 @@ from transformer_vq.ops.position import (
 )
 from transformer_vq.ops.ragged import Packing, read_packing
 from transformer_vq.ops.state import AttentionState
+from transformer_vq.ops.tree import tensor_tree
 
 T = TypeVar("T")
 
 
+@tensor_tree
 @dataclass(frozen=True)
 class AttentionOutput:
     """The output of an attention layer.
@@ -58,6 +60,8 @@ class LayerInputs:
     key_priority: Tensor | None
     is_gathered: bool
     """Whether the caller has moved the padding to the end, and expects it there."""
+    n_blocks: int | None = None
+    """Number of blocks, if the length is symbolic."""
 
     def split(self, lens: Sequence[int]) -> list[LayerInputs]:
         """Return consecutive segments with these lengths."""
@@ -114,6 +118,10 @@ class AttentionLayer(nn.Module):
     def max_distance(self, state: AttentionState, seq_len: int) -> int:
         """Return the largest distance that has a positional score."""
         raise NotImplementedError
+
+    def symbolic_blocks(self, seq_len: int) -> int | None:
+        """Return the number of blocks if the length is symbolic (torch.export), otherwise None."""
+        return None
 
     def sinusoids(self, state: AttentionState, seq_len: int) -> Tensor:
         """Return the sinusoids of all distances of a segment; layers of one shape share them."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformer_vq.errors import UserError
 from transformer_vq.ops.cache import accumulation_dtype, code_sums
 from transformer_vq.ops.precision import full_precision
+from transformer_vq.ops.tree import tensor_tree
 
 NO_CANDIDATE = 2**62  # priority of an empty slot, above all others
 MAX_UNUSED = 1024  # training passes without an update of the codebook before a warning
@@ -39,6 +40,7 @@ class CodebookHealth:
     """Squared quantization error divided by the squared norm of the keys."""
 
 
+@tensor_tree
 @dataclass(frozen=True)
 class CodeUsage:
     """Codebook statistics of a batch of keys. Usages of several batches can be added.

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from transformer_vq.ops.cache import CacheStats
 from transformer_vq.ops.state import AttentionState, RowState
+from transformer_vq.ops.tree import tensor_tree
 
 
+@tensor_tree
 @dataclass(frozen=True)
 class ModelState(RowState):
     """Everything a model carries from one segment to the next: one state per attention layer."""

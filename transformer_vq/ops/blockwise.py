@@ -29,6 +29,7 @@ from transformer_vq.ops.ragged import (
     visible_keys,
 )
 from transformer_vq.ops.reductions import exclusive_prefix
+from transformer_vq.ops.shapes import is_symbolic, symbolic_blocks
 from transformer_vq.ops.state import AttentionState
 
 
@@ -46,6 +47,7 @@ def vq_attention(
     reduction: str = "auto",
     phi: Phi | None = None,
     grad_through_cache: bool = True,
+    n_blocks: int | None = None,
 ) -> tuple[Tensor, AttentionState]:
     """Return W V of Definition 3.1 for the next segment of a sequence, and the state after it.
 
@@ -61,6 +63,7 @@ def vq_attention(
     reduction: "serial", "matmul" or "associative" across blocks, "input_scan" for one block at a
     time, or "auto" for the fast implementation in `fused`. Results agree up to rounding.
     phi: element-wise nonlinearity instead of the softmax (Theorem 3.6).
+    n_blocks: `symbolic_blocks` of the length, computed once for all layers of an exported model.
     """
     inputs = AttentionInputs(q, k_hat, z, v, codebook, by_distance, packing)
     if state is None:
@@ -73,21 +76,28 @@ def vq_attention(
     outputs: list[Tensor] = []
     max_len = window_len if reduction == "input_scan" else inputs.seq_len
     for part in inputs.split(segment_lens(inputs.seq_len, window_len, max_len)):
-        n_blocks = max(1, part.seq_len // window_len)
-        evicted = find_evictions(state, part.packing, part.seq_len, n_blocks)
+        whole, n_tokens = part, part.seq_len
+        if is_symbolic(n_tokens):  # blocks of one length, as many as there will be
+            r = symbolic_blocks(n_tokens, window_len) if n_blocks is None else n_blocks
+            assert r is not None
+            whole = part.padded(r * window_len)
+            evicted = find_evictions(state, whole.packing, whole.seq_len, r, n_tokens)
+        else:
+            r = max(1, n_tokens // window_len)
+            evicted = find_evictions(state, part.packing, n_tokens, r)
         visible = None
-        if part.packing is not None:
-            visible = visible_keys(part.packing, window_len, n_blocks)
+        if whole.packing is not None:
+            visible = visible_keys(whole.packing, window_len, r)
         if is_fused:
             output, cache = attend_blocks(part, state, evicted, visible, grad_through_cache)
         else:
             output, cache = _plain_blocks(
-                part, state, evicted, visible, grad_through_cache, reduction, phi
+                whole, state, evicted, visible, grad_through_cache, reduction, phi
             )
         if cache is not None and evicted.kept is not None:
             cache = CacheStats(cache.mean, cache.count * evicted.kept.view(-1, 1, 1))
         state = _advance(state, part, cache)
-        outputs.append(output)
+        outputs.append(output if whole is part else output.narrow(-2, 0, n_tokens))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2), state
 
 
@@ -120,8 +130,7 @@ def _plain_blocks(
     """Attend from all blocks at once, by differentiable operations; also return the cache after."""
     assert state.z is not None
     seq_len, window_len = inputs.seq_len, state.k.shape[-2]
-    n_query = min(seq_len, window_len)
-    n_blocks = seq_len // n_query
+    _, n_blocks, n_query = evicted.counted.shape
 
     # The block before block r is block r - 1; the one before the first block is the window.
     k_prev = _shift_in(state.k, inputs.k_hat, n_blocks, dim=-2)
@@ -213,7 +222,7 @@ def _attend_plain(
 def _shift_in(window: Tensor, segment: Tensor, n_blocks: int, dim: int) -> Tensor:
     """Return the window, then all blocks of the segment but the last."""
     window = window.to(segment.dtype)
-    if n_blocks == 1:
+    if not is_symbolic(n_blocks) and n_blocks == 1:
         return window
     kept = segment.narrow(dim, 0, segment.shape[dim] - window.shape[dim])
     return torch.cat([window, kept], dim=dim)

@@ -12,7 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from transformer_vq.ops.tree import tensor_tree
 
+
+@tensor_tree
 @dataclass(frozen=True)
 class CacheStats:
     """mean: [..., s, v] in `accumulation_dtype`, count: [..., s] of int64.
@@ -80,6 +83,10 @@ def code_sums(
     if valid is not None:
         weight = valid.to(dtype).expand(z.shape)
         x = x * weight.unsqueeze(-1)
+    if torch.compiler.is_exporting():  # as a matrix product, which every runtime has
+        one_hot = (z.unsqueeze(-1) == torch.arange(n_code, device=z.device)).to(dtype)
+        one_hot = one_hot * weight.unsqueeze(-1)
+        return one_hot.mT @ x, one_hot.sum(-2)
     # A flat table with a row for every (leading index, code) needs a single index_add.
     lead, n_rows = z.shape[:-1], z.shape[:-1].numel() * n_code
     offsets = torch.arange(0, n_rows, n_code, device=z.device).view(*lead, 1)

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.ops.ragged import Packing
-from transformer_vq.ops.shapes import check_shapes
+from transformer_vq.ops.shapes import check_shapes, is_symbolic
 from transformer_vq.ops.state import AttentionState
 
 
 def segment_lens(seq_len: int, block_len: int, max_len: int) -> list[int]:
     """Cut a sequence: into segments of at most max_len tokens, in whole blocks, then the rest.
 
-    Only the last segment may be shorter than a block. max_len is rounded down to whole blocks.
+    Only the last segment may be shorter than a block. max_len is rounded down to whole blocks. A
+    sequence of symbolic length is not cut.
     """
+    if is_symbolic(seq_len):
+        return [seq_len]
     segment_len = max(max_len // block_len, 1) * block_len
     n_whole = seq_len // block_len * block_len
     lens = [min(segment_len, n_whole - start) for start in range(0, n_whole, segment_len)]
@@ -67,6 +71,19 @@ class AttentionInputs:
             strict=True,
         )
         return [AttentionInputs(*part) for part in parts]
+
+    def padded(self, seq_len: int) -> AttentionInputs:
+        """Return the same segment with zeros at the end, up to seq_len tokens."""
+        n, bias, packing = seq_len - self.seq_len, self.by_distance, self.packing
+        return replace(
+            self,
+            q=F.pad(self.q, (0, 0, 0, n)),
+            k_hat=F.pad(self.k_hat, (0, 0, 0, n)),
+            z=F.pad(self.z, (0, n)),
+            v=F.pad(self.v, (0, 0, 0, n)),
+            by_distance=None if bias is None else F.pad(bias, (0, 0, 0, n)),
+            packing=None if packing is None else packing.padded(n),
+        )
 
     def blocked(self, n_blocks: int) -> AttentionInputs:
         """Return a view in which the axis of tokens is divided into n_blocks blocks."""

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from transformer_vq.ops.shapes import is_symbolic
 from transformer_vq.ops.state import AttentionState
 
 
@@ -38,6 +40,13 @@ class Packing:
             parts.append(Packing(doc_start - start, length))
             start += n
         return parts
+
+    def padded(self, n: int) -> Packing:
+        """Return the packing of the same segment with n more columns of padding."""
+        seq_len, length = self.doc_start.shape[1], self.length
+        if length is None:
+            length = torch.full_like(self.doc_start[:, 0], seq_len)
+        return Packing(F.pad(self.doc_start, (0, n)), length)
 
     @property
     def valid(self) -> Tensor | None:
@@ -97,13 +106,22 @@ class Eviction:
 
 
 def find_evictions(
-    state: AttentionState, packing: Packing | None, seq_len: int, n_blocks: int
+    state: AttentionState,
+    packing: Packing | None,
+    seq_len: int,
+    n_blocks: int,
+    n_tokens: int | None = None,
 ) -> Eviction:
-    """Return the evictions of a segment of n_blocks blocks: its first tokens follow the window."""
+    """Return the evictions of a segment of n_blocks blocks: its first tokens follow the window.
+
+    n_tokens: number of tokens without a padding that `packing` does not describe.
+    """
     window_len, n_query = state.k.shape[-2], seq_len // n_blocks
     if packing is None:
         later = state.window_valid.new_ones(state.position.shape[0], seq_len)
         counted = torch.cat([state.window_valid, later], dim=-1)[:, :seq_len]
+        if n_tokens is not None:
+            counted = counted & (torch.arange(seq_len, device=counted.device) < n_tokens)
         return Eviction(counted.unflatten(-1, (n_blocks, n_query)))
 
     position = state.position
@@ -115,7 +133,7 @@ def find_evictions(
         length = position.new_full(position.shape, seq_len)
 
     # A cache holds one document: that of the last token evicted with the block.
-    first = steps[::n_query]  # [r]
+    first = torch.arange(n_blocks, device=starts.device) * n_query  # [r]
     last = torch.minimum(first + n_query, length.unsqueeze(-1)) - 1
     start_of_last = starts.gather(1, last.clamp(min=0))  # [b, r]
     counted = (starts <= steps - window_len) & (steps < length.unsqueeze(-1))
@@ -247,6 +265,9 @@ def newest(window: Tensor, segment: Tensor, n: int, length: Tensor | None, dim: 
     """
     window = window.to(segment.dtype)
     seq_len = segment.shape[dim]
+    if length is None and is_symbolic(seq_len):
+        both = torch.cat([window, segment], dim=dim)
+        return both.narrow(dim, both.shape[dim] - n, n)
     if length is None:
         if seq_len >= n:
             # A copy: a view would keep the segment in memory as long as the state exists.

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.ops.cache import CacheStats, fraction, merge
+from transformer_vq.ops.shapes import is_symbolic
 
 REDUCTIONS = ("serial", "matmul", "associative")
 
@@ -23,14 +24,17 @@ def exclusive_prefix(
     Returns prefix with mean: [b, h, r, s, v] and total with mean: [b, h, s, v].
     """
     n_blocks = blocks.count.shape[-2]
-    if n_blocks == 1:
+    is_exported = is_symbolic(n_blocks)
+    if not is_exported and n_blocks == 1:
         first = CacheStats(initial.mean.unsqueeze(-3), initial.count.unsqueeze(-2))
         return first, merge(initial, blocks.blocks(0))
-    if reduction in ("auto", "serial"):
+    if reduction in ("auto", "serial") and not is_exported:
         return _serial(blocks, initial)
-    if reduction not in REDUCTIONS:
+    if reduction not in REDUCTIONS and not is_exported:
         raise ValueError(f"unknown reduction {reduction!r}; choose one of {REDUCTIONS} or 'auto'")
     scan = _matmul if reduction == "matmul" else _associative
+    if is_exported:  # a fold or a tree would fix the number of blocks
+        scan = _cumulative if blocks.carry is None else _matmul
     carry = None if blocks.carry is None else F.pad(blocks.carry, (1, 0), value=1)
     chain = CacheStats(
         torch.cat([initial.mean.unsqueeze(-3), blocks.mean], dim=-3),
@@ -38,7 +42,7 @@ def exclusive_prefix(
         carry,
     )
     inclusive = scan(chain)
-    return inclusive.blocks(slice(0, n_blocks)), inclusive.blocks(n_blocks)
+    return inclusive.blocks(slice(0, -1)), inclusive.blocks(-1)
 
 
 def _serial(blocks: CacheStats, initial: CacheStats) -> tuple[CacheStats, CacheStats]:
@@ -73,6 +77,17 @@ def _matmul(chain: CacheStats) -> CacheStats:
     share = fraction(tokens, count.unsqueeze(-1), chain.mean.dtype)
     mean = torch.einsum("...srg,...gsv->...rsv", share, chain.mean)
     return CacheStats(mean, count.transpose(-1, -2))
+
+
+def _cumulative(chain: CacheStats) -> CacheStats:
+    """Divide cumulative sums by cumulative counts, for blocks of one document.
+
+    The closed form for a symbolic number of blocks, in linear memory.
+    """
+    dtype = chain.mean.dtype
+    sums = (chain.mean * chain.count.unsqueeze(-1).to(dtype)).cumsum(-3)
+    count = chain.count.cumsum(-2)
+    return CacheStats(sums / count.clamp(min=1).unsqueeze(-1).to(dtype), count)
 
 
 def _associative(chain: CacheStats) -> CacheStats:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from transformer_vq.ops.cache import CacheStats
+from transformer_vq.ops.tree import tensor_tree
 
 
 class RowState:
@@ -49,6 +50,7 @@ class RowState:
         return sum(x.numel() * x.element_size() for x in _tensors(self))
 
 
+@tensor_tree
 @dataclass(frozen=True)
 class AttentionState(RowState):
     """k: [b, h, L, k], v: [b, h, L, v], position: [b]; for VQ also z: [b, h, L] and the cache.

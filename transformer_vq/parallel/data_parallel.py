@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree
 
 from transformer_vq.config import RunConfig
-from transformer_vq.nn.model import ModelOutput, TransformerVQ
-from transformer_vq.nn.projections import AttentionOutput
+from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import CodeUsage, lowest
 from transformer_vq.parallel.world import World
 
@@ -37,9 +35,6 @@ def shard_parameters(model: TransformerVQ, config: RunConfig, world: World) -> N
     """Apply FSDP2 in place: shard parameters over fsdp x cp ranks and replicate them over dp."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes a second to load
 
-    for kind in (AttentionOutput, ModelOutput):  # FSDP must find the tensors in them
-        if kind not in _pytree.SUPPORTED_NODES:
-            _pytree.register_dataclass(kind)
     # FSDP warns about outputs that are views. They are safe here: nothing overwrites them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     n_copies, n_shards = world.mesh.dp, world.mesh.fsdp * world.mesh.cp

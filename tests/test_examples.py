@@ -55,6 +55,15 @@ def test_custom_model_lowers_its_loss(run):
     assert len(numbers(r"layer \d: (\d+)% of the codes in use", output)) == 2
 
 
+def test_hugging_face_trains_saves_and_continues_a_text(run, tmp_path):
+    output = run("hugging_face.py")
+    first, *_, last = numbers(r"'loss': '(\S+)'", output)
+    assert last < 0.7 * first
+    assert numbers(r"(\d+)% of the codes", output) == [100]
+    assert (tmp_path / "my-model" / "model.safetensors").is_file()
+    assert len(output.partition("    def ")[2]) > 50
+
+
 def test_training_loop_lowers_the_held_out_bits_per_byte(run):
     output = run("training_loop.py")
     (before,) = numbers(r"before training: (\S+) bits", output)

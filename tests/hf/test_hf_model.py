@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCac
 
 from transformer_vq import ModelConfig, TransformerVQ
 from transformer_vq.errors import UserError
+from transformer_vq.generation import prefill
 from transformer_vq.hf import (
     TransformerVQCache,
     TransformerVQConfig,
@@ -147,7 +148,13 @@ def test_logits_to_keep_selects_positions(model, core, keep):
 
 @pytest.mark.parametrize("n_last", [1, 9])
 def test_long_prompt_is_run_in_segments(model, core, monkeypatch, n_last):
-    monkeypatch.setattr(modeling_transformer_vq, "SEGMENT_LEN", 7)
+    for module in (modeling_transformer_vq, prefill):
+        monkeypatch.setattr(module, "SEGMENT_LEN", 7)
+    lengths = []
+    run = model.model.run
+    model.model.run = lambda x, *args, **kwargs: (
+        lengths.append(x.shape[1]) or run(x, *args, **kwargs)
+    )
     mask = torch.ones_like(TOKENS)
     mask[1, :17] = 0
     want = core(TOKENS, valid=mask.bool())
@@ -156,6 +163,7 @@ def test_long_prompt_is_run_in_segments(model, core, monkeypatch, n_last):
     assert_close("logits", got.logits, want.logits[:, -n_last:])
     assert_close("means", got.past_key_values.state.layers[0].v, want.state.layers[0].v)
     assert got.past_key_values.get_seq_length() == 30
+    assert lengths == [7, 7, 7, 7, 2]
 
 
 def test_packed_documents_do_not_attend_to_each_other(model, core):

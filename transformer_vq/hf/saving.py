@@ -24,15 +24,19 @@ class SavedModel(FixedAutoMap):
     ) -> Self | tuple[Self, dict[str, Any]]:
         """Load a model as in transformers, but reject incomplete or corrupt folders.
 
-        A head may be missing, as in transformers: it gets new weights.
+        A head may be missing, as in transformers: it gets new weights. Other missing tensors are
+        an error, unless the caller asks for them with `output_loading_info`.
         """
         folder = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         check_folder(folder, CONFIG_NAME, "*.safetensors*")
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)  # type: ignore[misc]
         prefix = "" if model.base_model is model else f"{model.base_model_prefix}."
         missing = sorted(n for n in info["missing_keys"] if n.startswith(prefix))
-        if missing and kwargs.get("state_dict") is None:
-            raise UserError(f"the folder has no {', '.join(missing)}; export the model again")
+        if missing and kwargs.get("state_dict") is None and not output_loading_info:
+            raise UserError(
+                f"the folder has no {missing[0]} and lacks {len(missing) - 1} more tensors; export "
+                "the model again"
+            )
         _align(model)
         return (model, info) if output_loading_info else model
 

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from transformer_vq import ModelConfig, TransformerVQ
 from transformer_vq.hf import TransformerVQForCausalLM, TransformerVQTokenizer
 
-STEPS, BATCH_SIZE, LENGTH = 60, 8, 128
+STEPS, BATCH_SIZE, LENGTH = 40, 8, 128
 
 logging.disable_progress_bar()
 torch.manual_seed(0)
@@ -38,7 +38,7 @@ trainer = Trainer(
         max_steps=STEPS,
         per_device_train_batch_size=BATCH_SIZE,
         learning_rate=3e-3,
-        logging_steps=20,
+        logging_steps=10,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,

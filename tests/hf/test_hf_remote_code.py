@@ -106,6 +106,7 @@ def test_missing_package_is_reported_in_one_line_with_the_fix(saved, tmp_path):
     assert ended.stdout.splitlines() == 3 * [last.removeprefix("ImportError: ")]
 
 
+@pytest.mark.slow
 def test_errors_inside_the_package_are_not_reported_as_a_missing_package(saved, tmp_path):
     program = """
         import sys
@@ -120,6 +121,7 @@ def test_errors_inside_the_package_are_not_reported_as_a_missing_package(saved, 
     assert "missing_package" in ended.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_transformers_asks_for_trust_without_the_import(saved, tmp_path):
     program = """
         import sys

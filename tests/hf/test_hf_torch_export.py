@@ -34,6 +34,7 @@ def test_exported_model_gives_the_same_logits(model):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_exported_model_accepts_padding(model):
     ids = random_ids(3, 11)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}

@@ -1,6 +1,7 @@
 """torch.export captures the forward pass for any batch size and length, and one decoding step."""
 
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -16,30 +17,33 @@ SHAPES = [(1, 1), (2, 3), (3, 4), (1, 5), (4, 8), (2, 11), (5, 29), (1, 64)]  # 
 BATCH, LENGTH = Dim("batch", min=1), Dim("length", min=1)
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 def random_tokens(b: int, t: int) -> Tensor:
     return torch.randint(17, (b, t), generator=torch.Generator().manual_seed(t))
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("head_type", "options"),
     [
-        {"head_type": "shga"},
-        {"head_type": "gqa", "reduction": "associative"},
-        {"head_type": "mha", "reduction": "matmul"},
-        {"head_type": "mqa", "reduction": "input_scan", "absolute_positions": True},
-        {"head_type": "mqa", "reduction": "serial", "compressive_cache": False},
-        {"head_type": "mha", "attention": "full"},
+        ("shga", {}),
+        ("mha", {"attention": "full"}),
+        slow("gqa", {"reduction": "associative"}),
+        slow("mha", {"reduction": "matmul"}),
+        slow("mqa", {"reduction": "input_scan", "absolute_positions": True}),
+        slow("mqa", {"reduction": "serial", "compressive_cache": False}),
     ],
-    ids=lambda value: "-".join(map(str, value.values())),
 )
-def test_exported_forward_computes_the_same_for_any_batch_size_and_length(overrides):
-    model = tiny_model(n_layer=1, **overrides).double().eval()
+def test_exported_forward_computes_the_same_for_any_batch_size_and_length(head_type, options):
+    model = tiny_model(n_layer=1, head_type=head_type, **options).double().eval()
     run = export_program(model, "forward").module()
     for b, t in SHAPES:
         tokens = random_tokens(b, t)
         assert_close(f"logits of {b} x {t}", run(tokens), model(tokens).logits)
 
 
+@pytest.mark.slow
 def test_exported_forward_computes_the_same_in_float32():
     model = tiny_model(n_layer=2, head_type="mqa", tie_embeddings=True).eval()
     run = export_program(model, "forward").module()
@@ -62,7 +66,7 @@ def test_exported_prefill_continues_from_a_state_at_any_cut():
     assert_same_state(ModelState.from_tensors(state), want.state)
 
 
-@pytest.mark.parametrize("head_type", ["shga", "gqa"])
+@pytest.mark.parametrize("head_type", ["shga", pytest.param("gqa", marks=pytest.mark.slow)])
 def test_exported_step_decodes_as_generate_does(head_type):
     model = tiny_model(n_layer=1, head_type=head_type).eval()
     step = export_program(model, "decode").module()
@@ -75,6 +79,7 @@ def test_exported_step_decodes_as_generate_does(head_type):
     assert found == generate(model, prompt, 20, temperature=0)
 
 
+@pytest.mark.slow
 def test_exported_step_accepts_another_batch_size_after_saving():
     model = tiny_model(n_layer=1, head_type="mha").double().eval()
     file = io.BytesIO()
@@ -87,6 +92,7 @@ def test_exported_step_accepts_another_batch_size_after_saving():
     assert_close("logits", logits, model(tokens).logits[:, 8:])
 
 
+@pytest.mark.slow
 def test_model_exports_with_its_own_state_classes():
     model = tiny_model(n_layer=1, head_type="mqa").double().eval()
     tokens = random_tokens(3, 9)
@@ -102,6 +108,7 @@ def test_model_exports_with_its_own_state_classes():
     assert_same_state(output.state, model(tokens).state)
 
 
+@pytest.mark.slow
 def test_attention_layer_exports_with_padding_and_documents():
     layer = VQAttention(16, head_type="mha", d_k=8, n_code=7, block_len=4).double().eval()
 
@@ -138,6 +145,7 @@ def test_unknown_graph_is_rejected():
         export_program(tiny_model(), "backward")
 
 
+@pytest.mark.slow
 def test_export_leaves_the_model_in_training_mode():
     model: TransformerVQ = tiny_model(n_layer=1, head_type="mqa", p_dropres=0.5).train()
     export_program(model, "decode")

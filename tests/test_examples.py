@@ -88,6 +88,7 @@ def test_packed_and_padded_documents_equal_separate_ones(run):
     assert max(differences) < 1e-10
 
 
+@pytest.mark.slow
 def test_image_generation_completes_images(run, tmp_path):
     image = pytest.importorskip("PIL.Image")
     output = run("image_generation.py", "--rows", 2)
@@ -103,6 +104,7 @@ def test_context_parallel_losses_equal_those_of_a_single_process(run):
     assert numbers(r"from a single process: (\S+)", sharded)[0] < 1e-5
 
 
+@pytest.mark.slow
 def test_context_parallel_runs_without_torchrun(run):
     output = run("context_parallel.py")
     assert "processes: 1, tokens per process: 512" in output

@@ -140,6 +140,7 @@ def _work(how: str) -> dict[str, int]:
     return {"peak": peak_bytes()}
 
 
+@pytest.mark.slow
 def test_in_subprocess_returns_the_result_or_the_failure():
     held = torch.ones(2 * 10**7)  # 80 MB of this process, which the subprocess does not have
     here = peak_bytes()

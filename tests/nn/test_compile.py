@@ -3,6 +3,8 @@
 The backend "aot_eager" traces forward and backward as the default one does, without a C++ compiler.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from helpers import assert_close, tiny_config, tiny_model
@@ -23,15 +25,18 @@ def compiled(model: TransformerVQ) -> TransformerVQ:
     return torch.compile(model, fullgraph=True, backend="aot_eager")
 
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("overrides", "recomputes"),
     [
         ({"head_type": "shga", "reduction": "auto"}, True),
-        ({"head_type": "mqa", "reduction": "serial"}, False),
-        ({"head_type": "gqa", "reduction": "associative"}, False),
-        ({"head_type": "mha", "reduction": "matmul"}, False),
         ({"head_type": "mha", "attention": "full"}, False),
-        ({"head_type": "mqa", "reduction": "input_scan"}, False),
+        slow({"head_type": "mqa", "reduction": "serial"}, False),
+        slow({"head_type": "gqa", "reduction": "associative"}, False),
+        slow({"head_type": "mha", "reduction": "matmul"}, False),
+        slow({"head_type": "mqa", "reduction": "input_scan"}, False),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else str(value),
 )
@@ -53,6 +58,7 @@ def test_training_compiles_without_graph_breaks_and_computes_the_same(overrides,
         assert_close("usage", got.sum, want.sum)
 
 
+@pytest.mark.slow
 def test_training_with_every_dropout_compiles_without_graph_breaks():
     dropout = {"p_dropsin": 0.2, "p_dropres": 0.2, "p_droplyr": 0.2}
     model = TransformerVQ(tiny_config(n_layer=1, head_type="mqa", **dropout))
@@ -62,7 +68,7 @@ def test_training_with_every_dropout_compiles_without_graph_breaks():
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("head_type", ["shga", "mha"])
+@pytest.mark.parametrize("head_type", ["shga", slow("mha")])
 def test_decoding_compiles_once_and_computes_the_same(head_type):
     model = TransformerVQ(tiny_config(n_layer=1, head_type=head_type)).eval()
     x = torch.randint(model.config.vocab_size, (2, 20))
@@ -91,6 +97,7 @@ def test_decoding_in_place_compiles_once_and_computes_the_same(head_type):
     assert_close("logits", torch.stack(got, 1), model(x).logits[:, 8:])
 
 
+@pytest.mark.slow
 def test_ragged_batches_compile_once_for_all_packings():
     """Where documents begin and what is padding are values, not shapes."""
     model = TransformerVQ(tiny_config(n_layer=1, head_type="mha"))

@@ -52,6 +52,7 @@ def test_exported_forward_computes_the_same_in_float32():
         assert_close(f"logits of {b} x {t}", run(tokens), model(tokens).logits)
 
 
+@pytest.mark.slow
 def test_exported_prefill_continues_from_a_state_at_any_cut():
     model = tiny_model(n_layer=1, head_type="shga").double().eval()
     run = export_program(model, "prefill").module()

@@ -72,6 +72,7 @@ def workers(process):
     return sorted(int(pid) for pid in listing.stdout.split())
 
 
+@pytest.mark.slow
 def test_killed_worker_is_restarted_and_the_losses_are_unchanged(tmp_path):
     config = tiny(tmp_path, train={"steps": 40, "save_every": 5, "eval_every": 20})
     process = torchrun(tmp_path / "run", config, "--nproc-per-node=2", "--max-restarts=1")

@@ -28,7 +28,12 @@ def reports(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("n_processes", "check"), [(n, name) for n in SIZES for name in checks_for(n, "checks")]
+    ("n_processes", "check"),
+    [
+        pytest.param(n, name, marks=[pytest.mark.slow] * (n > 2))
+        for n in SIZES
+        for name in checks_for(n, "checks")
+    ],
 )
 def test_check_passes_on_every_rank(reports, n_processes, check):
     failure = reports(n_processes)[0][check]

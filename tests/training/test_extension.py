@@ -154,6 +154,7 @@ class FileOperations:
         return checked
 
 
+@pytest.mark.slow
 def test_an_interrupted_extension_leaves_a_run_that_resumes(runs, tmp_path, monkeypatch):
     """Kill it before every file operation between the start of `resume` and its first step."""
 

@@ -55,6 +55,7 @@ def test_custom_model_lowers_its_loss(run):
     assert len(numbers(r"layer \d: (\d+)% of the codes in use", output)) == 2
 
 
+@pytest.mark.slow
 def test_hugging_face_trains_saves_and_continues_a_text(run, tmp_path):
     output = run("hugging_face.py")
     first, *_, last = numbers(r"'loss': '(\S+)'", output)
@@ -98,6 +99,7 @@ def test_image_generation_completes_images(run, tmp_path):
         assert grid.size == (2 * 64 * 4, 2 * 64 * 4)  # 2 x 2 images, pixels enlarged 4 times
 
 
+@pytest.mark.slow
 def test_context_parallel_losses_equal_those_of_a_single_process(run):
     sharded = run("context_parallel.py", launcher=TORCHRUN)
     assert "processes: 2, tokens per process: 256" in sharded

@@ -23,6 +23,7 @@ def random_ids(b: int, t: int) -> torch.Tensor:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_exported_model_gives_the_same_logits(model):
     inputs = {"input_ids": random_ids(3, 11), "use_cache": False}
     shapes = {"input_ids": AXES, "use_cache": None}

@@ -119,7 +119,7 @@ def check_data_parallel_equals_one_process(folder):
     assert_same_as_one_process(run_config(), ParallelConfig(), torch.float32)
 
 
-@for_worlds(4)
+@for_worlds(4, slow=True)
 def check_data_parallel_on_four_ranks_equals_one_process(folder):
     assert_same_as_one_process(run_config(model={"head_type": "mha"}), ParallelConfig())
 
@@ -137,14 +137,14 @@ def check_context_parallel_equals_one_process(folder):
     assert_same_as_one_process(run_config(), mesh, torch.float32)
 
 
-@for_worlds(4)
+@for_worlds(4, slow=True)
 def check_context_parallel_on_four_ranks_equals_one_process(folder):
     mesh = ParallelConfig(cp=4)
     assert_same_as_one_process(run_config(), mesh, documents=True)
     assert_same_as_one_process(run_config({"head_type": "mha"}), mesh)
 
 
-@for_worlds(4)
+@for_worlds(4, slow=True)
 def check_data_with_context_parallel_equals_one_process(folder):
     assert_same_as_one_process(
         run_config(), ParallelConfig(dp=2, cp=2), documents=True, padding=True
@@ -165,7 +165,7 @@ def check_fsdp_equals_one_process(folder):
     assert_same_as_one_process(run_config(), mesh, torch.float32)
 
 
-@for_worlds(4)
+@for_worlds(4, slow=True)
 def check_fsdp_with_data_or_context_parallel_equals_one_process(folder):
     assert_same_as_one_process(run_config(), ParallelConfig(dp=2, fsdp=2))
     assert_same_as_one_process(run_config(), ParallelConfig(fsdp=2, cp=2), documents=True)
@@ -182,21 +182,21 @@ def check_tensor_parallel_equals_one_process(folder):
     assert_same_as_one_process(run_config(), ParallelConfig(tp=2), torch.float32)
 
 
-@for_worlds(4)
+@for_worlds(4, slow=True)
 def check_tensor_with_data_or_context_parallel_equals_one_process(folder):
     assert_same_as_one_process(run_config(), ParallelConfig(dp=2, tp=2), documents=True)
     assert_same_as_one_process(run_config({"head_type": "mha"}), ParallelConfig(dp=2, tp=2))
     assert_same_as_one_process(run_config(), ParallelConfig(cp=2, tp=2))
 
 
-@for_worlds(2)
+@for_worlds(2, slow=True)
 def check_the_average_of_the_weights_equals_that_of_one_process(folder):
     config = run_config({"absolute_positions": True}, accumulate=2, weight_average=0.7)
     for mesh in (ParallelConfig(dp=2), ParallelConfig(fsdp=2), ParallelConfig(tp=2)):
         assert_same_as_one_process(config, mesh)
 
 
-@for_worlds(2)
+@for_worlds(2, slow=True)
 def check_averaged_weights_do_not_stay_in_the_model(folder):
     """FSDP keeps gathered parameters after a pass without gradients."""
     config = run_config(weight_average=0.7)
@@ -210,7 +210,7 @@ def check_averaged_weights_do_not_stay_in_the_model(folder):
         assert_same(one, many)
 
 
-@for_worlds(2)
+@for_worlds(2, slow=True)
 def check_sizes_predicts_the_optimizer_memory_of_a_rank(folder):
     for mesh in (ParallelConfig(fsdp=2), ParallelConfig(tp=2), ParallelConfig(dp=2)):
         for head_type in ("shga", "mha"):
@@ -230,7 +230,7 @@ def local(x):
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-@for_worlds(4)
+@for_worlds(4, slow=True)
 def check_bytes_sent_do_not_depend_on_the_sequence_length(folder):
     sent = []
     for seq_len in (64, 512):
@@ -248,7 +248,7 @@ def check_bytes_sent_do_not_depend_on_the_sequence_length(folder):
     assert sent == [sum(up) + sum(down)] * 2, (sent, up, down)
 
 
-@for_worlds(4)
+@for_worlds(4, slow=True)
 def check_ranks_share_dropout_masks_of_shared_sequences(folder):
     """LayerDrop differs by sequence and residual dropout by token; sinusoid masks are the same."""
     config = run_config({"p_dropsin": 0.5, "p_droplyr": 0.5, "p_dropres": 0.5})
@@ -284,7 +284,7 @@ def check_codes_from_keys_equal_those_of_one_process(folder):
     assert_same_as_one_process(run_config(heads), ParallelConfig(tp=2))
 
 
-@for_worlds(4)
+@for_worlds(4, slow=True)
 def check_codes_from_keys_on_four_ranks_equal_those_of_one_process(folder):
     for mesh in (ParallelConfig(dp=4), ParallelConfig(dp=2, cp=2), ParallelConfig(cp=4)):
         assert_same_as_one_process(run_config(REVIVING), mesh)
@@ -348,7 +348,7 @@ def write_data(folder):
     dist.barrier()
 
 
-@for_worlds(2)
+@for_worlds(2, slow=True)
 def check_a_signal_to_one_rank_stops_all_and_resuming_is_exact(folder):
     write_data(folder)
     for mesh in (ParallelConfig(dp=2), ParallelConfig(cp=2)):
@@ -364,7 +364,7 @@ def check_a_signal_to_one_rank_stops_all_and_resuming_is_exact(folder):
         assert len(losses(uninterrupted)) == 13
 
 
-@for_worlds(2)
+@for_worlds(2, slow=True)
 def check_an_extended_run_equals_the_longer_run(folder):
     write_data(folder)
     wsd = {"model": {"n_layer": 1}, "optim": {"schedule": "wsd", "decay_share": 0.5}}
@@ -376,7 +376,7 @@ def check_an_extended_run_equals_the_longer_run(folder):
     assert losses(folder / "extended") == losses(folder / "long")
 
 
-@for_worlds(2)
+@for_worlds(2, slow=True)
 def check_a_run_resumes_on_other_meshes(folder):
     """Leave a run for test_worlds.py, where a single process resumes it."""
     write_data(folder)

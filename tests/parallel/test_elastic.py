@@ -129,6 +129,7 @@ def test_signal_to_one_rank_stops_all_with_the_same_status(tmp_path):
     assert other == ""
 
 
+@pytest.mark.slow
 def test_usage_error_is_printed_once(tmp_path):
     process = torchrun(
         tmp_path / "run", tiny(tmp_path, train={"batch_size": 3}), "--nproc-per-node=2"

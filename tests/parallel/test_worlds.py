@@ -1,5 +1,6 @@
 """Compare losses, gradients, codebooks and checkpoints of 2 and 4 processes with those of one."""
 
+import checks
 import pytest
 from checks import tiny
 from helpers import losses
@@ -14,14 +15,17 @@ SIZES = (2, 4)
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    """Return a function that runs all checks of a world once and returns its reports."""
+def reports(request, tmp_path_factory):
+    """Return a function that runs the selected checks of a world once and returns its reports."""
     done = {}
 
     def reports_of(n_processes):
         if n_processes not in done:
             folder = tmp_path_factory.mktemp(f"world-{n_processes}")
-            done[n_processes] = run_checks(n_processes, "checks", folder), folder
+            chosen = [getattr(item, "callspec", None) for item in request.session.items]
+            params = [spec.params for spec in chosen if spec is not None and "check" in spec.params]
+            names = [p["check"] for p in params if p["n_processes"] == n_processes]
+            done[n_processes] = run_checks(n_processes, "checks", names, folder), folder
         return done[n_processes]
 
     return reports_of
@@ -30,7 +34,7 @@ def reports(tmp_path_factory):
 @pytest.mark.parametrize(
     ("n_processes", "check"),
     [
-        pytest.param(n, name, marks=[pytest.mark.slow] * (n > 2))
+        pytest.param(n, name, marks=[pytest.mark.slow] * getattr(checks, name).is_slow)
         for n in SIZES
         for name in checks_for(n, "checks")
     ],
@@ -41,6 +45,7 @@ def test_check_passes_on_every_rank(reports, n_processes, check):
         pytest.fail(failure, pytrace=False)
 
 
+@pytest.mark.slow
 def test_one_process_resumes_a_run_of_two_with_the_same_losses(reports):
     folder = reports(2)[1]
     single = ParallelConfig(dp=1)

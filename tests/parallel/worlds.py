@@ -23,12 +23,11 @@ IMPORTED_ONCE = [
 ]
 
 
-def run_checks(n_processes: int, module: str, folder: Path) -> dict[str, str]:
-    """Run the checks of a module for n processes; return tracebacks by name, empty if passed."""
+def run_checks(n_processes: int, module: str, names: list[str], folder: Path) -> dict[str, str]:
+    """Run checks of a module in n processes; return tracebacks by name, empty if passed."""
     # Processes are forked from a server without threads, which imports torch only once.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
-    names = checks_for(n_processes, module)
     processes = [
         context.Process(
             target=_run_rank, args=(rank, n_processes, module, names, folder), daemon=True
@@ -75,11 +74,11 @@ def checks_for(n_processes: int, module: str) -> list[str]:
     ]
 
 
-def for_worlds(*sizes: int):
-    """Mark a check with the world sizes it runs in."""
+def for_worlds(*sizes: int, slow: bool = False):
+    """Mark a check with the world sizes it runs in, and whether it is one of the slow tests."""
 
     def mark(function):
-        function.worlds = sizes
+        function.worlds, function.is_slow = sizes, slow
         return function
 
     return mark

@@ -90,9 +90,9 @@ def obtain(root: Path, checkout: Path | None) -> None:
             path.write_text(f"class {mixin}:\n    pass\n")
         else:
             path.write_bytes(read_from(checkout, f"tests/{name}"))
-    for name in ("exporters/test_utils.py",):
-        if checkout is not None:
-            (tests / name).write_bytes(read_from(checkout, f"tests/{name}"))
+    if checkout is not None:  # imported by the tests of export
+        helpers = "exporters/test_utils.py"
+        (tests / helpers).write_bytes(read_from(checkout, f"tests/{helpers}"))
     shutil.copy(HERE / "suite_cases.py", tests / "test_cases.py")
     (root / "conftest.py").write_text(COLLECT)
 
@@ -107,7 +107,7 @@ def read_from(checkout: Path, name: str) -> bytes:
 
 def run(root: Path, expression: str) -> None:
     """Run the tests; each outcome is a line of outcomes.jsonl."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--maxfail=1000", "tests/test_cases.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "tests/test_cases.py"]
     command += ["-p", "no:cacheprovider", "-n", "2", "-W", "ignore"]
     if expression:
         command += ["-k", expression]

@@ -205,6 +205,7 @@ def test_cache_selects_rows_and_rejects_removing_tokens(model):
     [
         ({"input_ids": None}, "either input_ids or inputs_embeds"),
         ({"inputs_embeds": torch.zeros(1)}, "either input_ids or inputs_embeds"),
+        ({"input_ids": None, "inputs_embeds": torch.zeros(2, 3)}, r"shape \(2, 3\), want"),
         ({"output_attentions": True}, "output_attentions is not supported"),
         ({"past_key_values": DynamicCache()}, "DynamicCache; pass the TransformerVQCache"),
         ({"attention_mask": torch.ones(2, 29)}, r"shape \(2, 29\), expected at least \[2, 30\]"),

@@ -22,6 +22,10 @@ def check_inputs(
         raise ValueError("give either input_ids or inputs_embeds")
     given = inputs_embeds if input_ids is None else input_ids
     assert given is not None
+    if inputs_embeds is not None and inputs_embeds.ndim != 3:
+        raise ValueError(
+            f"inputs_embeds has shape {tuple(inputs_embeds.shape)}, want [batch, tokens, width]"
+        )
     return given
 
 

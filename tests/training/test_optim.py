@@ -6,13 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_config
+from helpers import assert_close, tiny_config
 
 from transformer_vq import PRESETS, TransformerVQ
 from transformer_vq.config import OptimConfig
+from transformer_vq.training.muon import orthogonalize
 from transformer_vq.training.optim import (
     Adafactor,
     AdamW,
+    Muon,
     decay_start,
     learning_rate,
     make_optimizer,
@@ -155,7 +157,7 @@ def test_adafactor_follows_the_schedule_after_ten_thousand_steps():
 def test_optimizer_decays_only_matrices_and_leaves_codebooks_unchanged(name):
     model = TransformerVQ(tiny_config(absolute_positions=True))
     config = OptimConfig(optimizer=name, lr=1e-3, weight_decay=0.5)
-    optimizer = make_optimizer(model, config)
+    optimizer = make_optimizer(dict(model.named_parameters()), config)
     names = {id(p): name for name, p in model.named_parameters()}
     decayed, plain = ({names[id(p)] for p in g["params"]} for g in optimizer.param_groups)
     assert [g["decay_per_step"] for g in optimizer.param_groups] == [0.5, 0.0]
@@ -171,12 +173,14 @@ def test_optimizer_decays_only_matrices_and_leaves_codebooks_unchanged(name):
         torch.testing.assert_close(p.detach(), factor * before[name])
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])
 def test_loaded_optimizer_continues_bit_for_bit(name, tmp_path):
     def make():
         torch.manual_seed(0)
         model = TransformerVQ(tiny_config())
-        return model, make_optimizer(model, OptimConfig(optimizer=name, lr=1e-2))
+        return model, make_optimizer(
+            dict(model.named_parameters()), OptimConfig(optimizer=name, lr=1e-2)
+        )
 
     def train(model, optimizer, seeds):
         for seed in seeds:
@@ -214,3 +218,49 @@ def test_loaded_optimizer_continues_bit_for_bit(name, tmp_path):
 def test_optim_config_rejects_invalid_values(overrides, message):
     with pytest.raises(ValueError, match=message):
         OptimConfig(**overrides)
+
+
+@pytest.mark.parametrize("shape", [(16, 40), (40, 16), (24, 24)], ids=str)
+def test_orthogonalize_keeps_singular_vectors_and_equalizes_singular_values(shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    u, s, vt = torch.linalg.svd(x, full_matrices=False)
+    got = orthogonalize(1e3 * x)
+    in_basis = u.T @ got @ vt.T
+    assert_close(
+        "off the diagonal",
+        in_basis - in_basis.diag().diag() + torch.eye(len(s)),
+        torch.eye(len(s), dtype=torch.float64),
+    )
+    assert float(in_basis.diag().min()) > 0.5
+    assert float(in_basis.diag().max()) < 1.3
+
+
+def test_muon_matches_the_formula_and_gives_the_other_parameters_to_adamw():
+    model = TransformerVQ(tiny_config()).double()
+    other = TransformerVQ(tiny_config()).double()
+    other.load_state_dict(model.state_dict())
+    config = OptimConfig(optimizer="muon", lr=0.02, weight_decay=0.01)
+    optimizer = make_optimizer(dict(model.named_parameters()), config)
+    adamw = make_optimizer(dict(other.named_parameters()), replace(config, optimizer="adamw"))
+    assert isinstance(optimizer, Muon)
+    name = "branches.0.v_proj.weight"
+    want, momentum = model.get_parameter(name).detach().clone(), 0.0
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            p.grad = torch.randn(p.shape, generator=generator, dtype=p.dtype)
+            q.grad = p.grad.clone()
+        grad = model.get_parameter(name).grad
+        momentum = 0.95 * momentum + 0.05 * grad
+        update = orthogonalize(0.05 * grad + 0.95 * momentum)
+        want = (1 - 0.01) * want - 0.02 * 0.2 * max(want.shape) ** 0.5 * update
+        optimizer.step()
+        adamw.step()
+        assert model.get_parameter(name).grad is grad
+    assert_close(name, model.get_parameter(name), want)
+    for name, p in model.named_parameters():
+        is_hidden = name.startswith("branches.") and p.ndim > 1
+        assert torch.equal(p, other.get_parameter(name)) != is_hidden
+        assert set(optimizer.state[p]) == (
+            {"step", "momentum"} if is_hidden else {"step", "exp_avg", "exp_avg_sq"}
+        )

@@ -147,7 +147,7 @@ def test_optimizer_bytes_match_the_state_after_a_step(optimizer, head_type, mode
     trained = TransformerVQ(config.model)
     for p in trained.parameters():
         p.grad = torch.ones_like(p)
-    stepped = make_optimizer(trained, config.optim)
+    stepped = make_optimizer(dict(trained.named_parameters()), config.optim)
     stepped.step()
     kept = [x for state in stepped.state.values() for name, x in state.items() if name != "step"]
     want = sum(x.numel() * x.element_size() for x in kept)

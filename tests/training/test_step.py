@@ -39,7 +39,7 @@ def test_step_equals_a_step_written_by_hand(tmp_path):
     config = trainer.config
     torch.manual_seed(1)
     model = TransformerVQ(config.model).double()
-    optimizer = make_optimizer(model, config.optim)
+    optimizer = make_optimizer(dict(model.named_parameters()), config.optim)
     batch = batches[0]
     output = model(batch.tokens, document_ids=batch.document_ids)
     nats = F.cross_entropy(output.logits.flatten(0, 1), batch.targets.flatten())

@@ -11,7 +11,7 @@ from transformer_vq.config.data import DataConfig, Fraction
 from transformer_vq.config.model import BelowOne, ModelConfig, Reduction
 from transformer_vq.errors import UserError
 
-OptimizerName = Literal["adamw", "adafactor"]
+OptimizerName = Literal["adamw", "adafactor", "muon"]
 Schedule = Literal["cosine", "wsd"]
 Precision = Literal["fp32", "bf16"]
 
@@ -51,7 +51,8 @@ class OptimConfig:
     """Optimizer settings; the defaults are those of the paper's small models."""
 
     optimizer: OptimizerName = "adamw"
-    """AdamW, or Adafactor with parameter-scaled steps."""
+    """AdamW; Adafactor with parameter-scaled steps; or Muon: orthogonalized momentum for hidden
+    matrices, AdamW for the rest."""
     lr: Positive = 4e-4
     """Peak learning rate."""
     warmup: Annotated[int, Range(0, 2**40)] = 10_000
@@ -77,7 +78,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "optim")
-        unused = ("update_clip",) if self.optimizer == "adamw" else ("betas", "eps")
+        unused = ("betas", "eps") if self.optimizer == "adafactor" else ("update_clip",)
         for name in unused:
             if getattr(self, name) != getattr(OptimConfig, name):
                 raise UserError(

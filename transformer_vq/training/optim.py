@@ -9,13 +9,15 @@ least 128 are factored.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from transformer_vq.config import OptimConfig, RunConfig
+from transformer_vq.training.adamw import AdamW
+from transformer_vq.training.muon import Muon
 
 
 def learning_rate(config: OptimConfig, step: int, n_steps: int) -> float:
@@ -41,33 +43,35 @@ def decay_start(config: RunConfig) -> int:
     return config.optim.decay_start(config.train.steps)
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Return the optimizer of `model`; vectors and scalars get no weight decay."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "decay_per_step": config.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "decay_per_step": 0.0},
+def make_optimizer(parameters: Mapping[str, Tensor], config: OptimConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of a model's named parameters; vectors and scalars are not decayed."""
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    matrices = {name: p for name, p in trained.items() if p.ndim > 1}
+    hidden: dict[str, Tensor] = {}
+    if config.optimizer == "muon":
+        hidden = {name: p for name, p in matrices.items() if _is_hidden(name)}
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [p for name, p in matrices.items() if name not in hidden],
+            "decay_per_step": config.weight_decay,
+        },
+        {"params": [p for p in trained.values() if p.ndim <= 1], "decay_per_step": 0.0},
+        {
+            "params": list(hidden.values()),
+            "decay_per_step": config.weight_decay,
+            "orthogonalize": True,
+        },
     ]
     groups = [group for group in groups if group["params"]]
-    if config.optimizer == "adamw":
-        return AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-    return Adafactor(groups, lr=config.lr, update_clip=config.update_clip)
+    if config.optimizer == "adafactor":
+        return Adafactor(groups, lr=config.lr, update_clip=config.update_clip)
+    kind = Muon if config.optimizer == "muon" else AdamW
+    return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
-class AdamW(torch.optim.AdamW):
-    """AdamW whose weight decay does not depend on the learning rate.
-
-    Every step multiplies the weights of a parameter group by 1 - `decay_per_step`.
-    """
-
-    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
-        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        _decay(self.param_groups)
-        loss: float | None = super().step(closure)
-        return loss
+def _is_hidden(name: str) -> bool:
+    """Return whether a matrix connects hidden features; embeddings and the head do not."""
+    return name.startswith("branches.")
 
 
 class Adafactor(torch.optim.Optimizer):
@@ -154,10 +158,3 @@ def _factored_axes(p: Tensor, min_factored: int) -> tuple[int, int] | None:
 
 def _rms(x: Tensor) -> Tensor:
     return x.square().mean().sqrt()
-
-
-def _decay(groups: list[dict[str, Any]]) -> None:
-    for group in groups:
-        if group["decay_per_step"]:
-            with_grad = [p for p in group["params"] if p.grad is not None]
-            torch._foreach_mul_(with_grad, 1 - group["decay_per_step"])

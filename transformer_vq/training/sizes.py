@@ -81,7 +81,7 @@ def sizes(config: RunConfig) -> Sizes:
         branches = [sum(p.numel() for p in branch.parameters()) for branch in model.branches]
         gathered = parameters - config.model.n_layer * sum(branches) + 2 * max(branches)
     forward = flops_per_token(config.model, config.train.seq_len)
-    if config.optim.optimizer == "adamw":
+    if config.optim.optimizer in ("adamw", "muon"):  # muon: at most; its matrices keep one moment
         optimizer = 2 * resident
     else:
         optimizer = sum(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import Batch
@@ -60,9 +60,7 @@ class Trainer:
             checkpoint_activations=config.train.checkpoint_activations,
         )
         self.strategy = ParallelStrategy(self.model, config, self.world)
-        self.optimizer = make_optimizer(
-            nn.ParameterList(self.strategy.parameters.values()), config.optim
-        )
+        self.optimizer = make_optimizer(self.strategy.parameters, config.optim)
         self.average: WeightAverage | None = None
         """None if `train.weight_average` is 0."""
         if config.train.weight_average:

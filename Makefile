@@ -18,12 +18,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,data,config,image,log,hf]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,data,config,image,log,compress,hf]'
 	@touch $@
 
 $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	@echo "Installing transformer_vq, PyTorch and matplotlib in $(VENV); the first time takes minutes."
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[plot]'
+	@echo "Installing transformer_vq, PyTorch and a few packages in $(VENV); the first time takes minutes."
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[plot,text]'
 	@touch $@
 
 $(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
@@ -49,7 +49,7 @@ test-all: test $(CLIENTS_STAMP)  ## run all tests, including slow ones and clien
 transformers-tests: $(CLIENTS_STAMP)  ## run the common tests of transformers against our models
 	$(BIN)/python tests/clients/transformers_suite.py
 
-demo: $(DEMO_STAMP)  ## train a small model in minutes, evaluate it, generate text
+demo: $(DEMO_STAMP)  ## generate text with the model in the package, train a small one in minutes
 	$(BIN)/tvq bench demo
 
 bench: $(STAMP)  ## record time and memory up to 131,072 tokens (15 minutes on two cores)

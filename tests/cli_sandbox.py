@@ -16,6 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.error import URLError
 
@@ -24,14 +25,15 @@ import torch
 from command_lines import BASES, TINY
 from forked import Ended, import_commands, run_forked
 
-from transformer_vq.bench import context, decode, equality, profile, tokenize, train
+from transformer_vq.bench import context, decode, equality, profile, tokenize, train, trials
+from transformer_vq.bench.trial import run_trial
 from transformer_vq.cli import main as cli
 from transformer_vq.cli.arguments import parse
 from transformer_vq.cli.bench import demo
 from transformer_vq.cli.train import TrainOptions
 from transformer_vq.config import DataConfig, RunConfig
 from transformer_vq.data.sources import enwik8
-from transformer_vq.errors import is_out_of_memory
+from transformer_vq.errors import UserError, is_out_of_memory
 from transformer_vq.presets import PRESETS
 from transformer_vq.training.step import Trainer
 
@@ -197,6 +199,7 @@ def _enter(sandbox: Sandbox) -> None:
     context.run_processes = lambda work, n, folder, _: work(0, n, folder)
     demo.PRESETS = {"tiny": _tiny_run()}
     equality.differences = lambda: iter(())
+    trials._start = _trial_in_this_process
     sys.addaudithook(lambda event, details: _watch(sandbox.root, event, details))
 
 
@@ -228,6 +231,17 @@ def _in_this_process(
         if is_out_of_memory(error):
             return {"failed": "out of memory"}
         raise
+
+
+def _trial_in_this_process(trial: trials.Trial, runs: Path, jobs: int) -> Any:
+    """Run a trial without starting a new interpreter; return a process that has ended."""
+    spec = trials.write_spec(trial, runs)
+    try:
+        status = run_trial(spec)
+    except UserError as error:
+        status = 1
+        (runs / f"{trial.name}.log").write_text(str(error))
+    return SimpleNamespace(returncode=status, poll=lambda: status)
 
 
 def _watch(root: Path, event: str, details: tuple[Any, ...]) -> None:

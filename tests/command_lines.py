@@ -93,6 +93,22 @@ BASES: dict[str, tuple[str, ...]] = {
         f"tiny {TINY} --data.path texts --codes 2 --seeds 1 --out new-ablation",
         f"{TINY} --data.path texts --codes 2 --seeds 1",
     ),
+    "bench variants": (
+        f"tiny {TINY} --data.path texts --variants vq --seeds 1 --out new.json",
+        f"{TINY} --data.path texts --variants a full:model.attention=full --seeds 1 --json",
+    ),
+    "bench scaling": (
+        f"tiny {TINY} --data.path texts --codes 2 3 --sizes 8x1 --seeds 1 --out new.json",
+    ),
+    "bench recall": (
+        "--d-model 8 --n-layer 1 --d-k 4 --block-len 4 --steps 2 --step-tokens 64 --train-len 32 "
+        "--lengths 20 32 --eval-sequences 2 --pairs 2 --copied 4 --value-len 2 --codes 3 --seeds 1 "
+        "--models full vq --out new.json",
+    ),
+    "bench compress": (
+        "--data.path texts/0.txt --train-path texts/1.txt --orders 0 --json",
+        "text-run --data.path texts --out new.json",
+    ),
     "bench profile": (f"tiny {TINY} --data.path texts --steps 1 --out new.json",),
     "bench decode": (
         "--preset tiny --contexts 8 --batches 1 --kinds vq --prefills 8 --device cpu",

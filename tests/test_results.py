@@ -8,28 +8,36 @@ import pytest
 from transformer_vq.bench import (
     ablate,
     compare,
+    compress,
     context,
     decode,
     demo,
     documents,
     plots,
     profile,
+    recall,
+    scaling,
     tokenize,
     train,
+    variants,
 )
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 TABLES = {
     "ablation": ablate.table,
+    "compression": compress.table,
     "context": context.table,
     "decode": decode.table,
     "demo": demo.table,
     "documents": documents.table,
+    "laws": scaling.table,
     "profile": profile.table,
+    "recall": recall.table,
     "scaling": train.table,
     "small": compare.table,
     "tokenize": tokenize.table,
     "train": train.table,
+    "variants": variants.table,
 }
 RECORDS = sorted(path.stem for path in FOLDER.glob("*.json"))
 FIGURES = sorted(path.stem for path in FOLDER.glob("*.png"))

@@ -14,6 +14,7 @@ EXTRAS = {
     "onnxscript": "onnx",
     "pillow": "image",
     "pyarrow": "data",
+    "pyppmd": "compress",
     "pyyaml": "config",
     "sentencepiece": "text",
     "tensorboard": "log",

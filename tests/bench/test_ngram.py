@@ -1,13 +1,16 @@
 """N-gram models, compared with a loop in plain Python."""
 
 import math
+import random
 from collections import Counter, defaultdict
 from dataclasses import replace
+from itertools import islice
 
+import numpy as np
 import pytest
 from helpers import tiny_run
 
-from transformer_vq.bench.ngram import bits_per_byte
+from transformer_vq.bench.ngram import bits_by_order, bits_per_byte
 from transformer_vq.data.corpus import prepare
 
 
@@ -37,6 +40,26 @@ def test_bits_per_byte_equals_a_loop_in_plain_python(tmp_path):
     for order in (0, 1, 2):
         assert got[order] == pytest.approx(by_hand(train, test, order), rel=1e-12)
     assert got[0] > got[1] > got[2] > 0
+
+
+@pytest.mark.parametrize("alphabet", [(0, 1), (0, 97, 256), tuple(range(257))])
+def test_bits_by_order_equals_a_loop_in_plain_python_up_to_order_5(alphabet):
+    generator = random.Random(0)
+    train, *tests = (generator.choices(alphabet, k=n) for n in (3000, 500, 1, 40))
+    arrays = [np.array(tokens, dtype=np.uint16) for tokens in (train, *tests)]
+    bits = list(islice(bits_by_order(arrays[0], arrays[1:]), 6))
+    assert len(bits) == 6
+    for order, got in enumerate(bits):
+        for test, found in zip(tests, got, strict=True):
+            n_bytes = sum(token < 256 for token in test)
+            assert found / n_bytes == pytest.approx(by_hand(train, test, order), rel=1e-12)
+
+
+def test_bits_by_order_accepts_an_empty_text_and_an_unseen_one():
+    train, empty, unseen = ([5, 5], [], [7, 7])
+    arrays = [np.array(tokens, dtype=np.uint16) for tokens in (train, empty, unseen)]
+    _, _, order_2 = islice(bits_by_order(arrays[0], arrays[1:]), 3)
+    assert order_2 == [0.0, pytest.approx(2 * by_hand(train, unseen, 2))]
 
 
 def test_bits_per_byte_rejects_a_corpus_that_is_not_bytes(tmp_path):

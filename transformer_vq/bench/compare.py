@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from transformer_vq.bench.records import RunRecord, RunsRecord, config_record
 from transformer_vq.errors import UserError
@@ -33,19 +34,25 @@ def _run_record(run: Path, split: str) -> RunRecord:
     evaluation = run / f"evaluation-{split}.json"
     if not evaluation.is_file():
         raise UserError(f"{run} has not been evaluated; run `tvq eval {run} --split {split}`")
-    every = max(1, len(train) // POINTS)
-    kept = {row["step"] for row in train[every - 1 :: every]}
     return {
         "config": config_record(config),
         "parameters": sizes(config).parameters,
         "minutes": sum(row["seconds"] for row in rows) / 60,
-        "curve": [
-            {key: row[key] for key in KEPT if key in row}
-            for row in rows
-            if row["kind"] == "validation" or row["step"] in kept
-        ],
+        "curve": thinned_curve(rows),
         "evaluation": read_verified_json(evaluation) | {"run": run.name},
     }
+
+
+def thinned_curve(rows: Sequence[dict[str, Any]], points: int = POINTS) -> list[dict[str, Any]]:
+    """Return all validations and about `points` training rows of a run's metrics."""
+    train = [row for row in rows if row["kind"] == "train"]
+    every = max(1, len(train) // points)
+    kept = {row["step"] for row in train[every - 1 :: every]}
+    return [
+        {key: row[key] for key in KEPT if key in row}
+        for row in rows
+        if row["kind"] == "validation" or row["step"] in kept
+    ]
 
 
 def table(record: RunsRecord) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from transformer_vq.bench.compress_plot import plot_compression
+from transformer_vq.bench.recall_plot import plot_recall
 from transformer_vq.bench.records import (
     AblationRecord,
     DecodeKind,
@@ -15,6 +17,7 @@ from transformer_vq.bench.records import (
     RunsRecord,
 )
 from transformer_vq.bench.step_plots import plot_train
+from transformer_vq.bench.trial_plots import plot_scaling, plot_variants
 from transformer_vq.errors import UserError
 from transformer_vq.files import read_json
 from transformer_vq.training.plot_style import (
@@ -184,7 +187,11 @@ FIGURES: dict[str, Callable[[Any, Path], None]] = {
     "runs": plot_runs,
     "decode": plot_decode,
     "ablation": plot_ablation,
+    "variants": plot_variants,
+    "scaling": plot_scaling,
+    "recall": plot_recall,
     "profile": plot_profile,
+    "compression": plot_compression,
     "rows": plot_train,
     "protocols": plot_positions,
 }

@@ -20,6 +20,7 @@ POSITIONAL = {
     "plot": ("--paths",),
     "runs": ("--folder",),
     "bench compare": ("--runs",),
+    "bench compress": ("--runs",),
 }
 """Fields that are not options."""
 WITH_PRESET = ("train", "info", "config")

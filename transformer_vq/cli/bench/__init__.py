@@ -7,25 +7,33 @@ from importlib import import_module
 from transformer_vq.cli.arguments import UsageError, first_word, nearest
 from transformer_vq.cli.bench.ablate import Ablate
 from transformer_vq.cli.bench.compare import Compare
+from transformer_vq.cli.bench.compress import Compress
 from transformer_vq.cli.bench.context import Context
 from transformer_vq.cli.bench.decode import Decode
 from transformer_vq.cli.bench.demo import Demo
 from transformer_vq.cli.bench.documents import Documents
 from transformer_vq.cli.bench.profile import Profile
+from transformer_vq.cli.bench.recall import Recall
+from transformer_vq.cli.bench.scaling import Scaling
 from transformer_vq.cli.bench.tokenize import Tokenize
 from transformer_vq.cli.bench.train import Train
+from transformer_vq.cli.bench.variants import Variants
 
 __all__ = [
     "BENCHES",
     "Ablate",
     "Compare",
+    "Compress",
     "Context",
     "Decode",
     "Demo",
     "Documents",
     "Profile",
+    "Recall",
+    "Scaling",
     "Tokenize",
     "Train",
+    "Variants",
     "run",
 ]
 
@@ -33,12 +41,16 @@ __all__ = [
 BENCHES: dict[str, str] = {
     "train": "training throughput and memory by sequence length: Tables 6-9",
     "ablate": "loss and step time by codebook size: Tables 1 and 2",
+    "variants": "bits per byte of variants of a config, such as VQ and full attention",
+    "scaling": "bits per byte by codebook size and model size, with fitted power laws",
+    "recall": "accuracy of recall by context length and codebook size, next to Mamba",
     "profile": "time of a training step by part",
     "documents": "cost of packed documents in training",
     "decode": "speed, state size and memory of decoding by context length",
     "context": "context parallelism: bytes sent, and lengths that fit in memory",
     "tokenize": "throughput and memory of preparing text",
     "compare": "curves and test results of several runs in one record",
+    "compress": "bits per byte of runs, n-grams and compressors on the same files",
     "demo": "train `tiny` in minutes, compare it with n-grams, generate text",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Protocol, TypeVar
@@ -62,3 +63,13 @@ def print_result(record: Mapping[str, object], table: str, out: Path | None, as_
         write_json(out, record)
     print(table)
     print_json(dict(record), as_json)
+
+
+def print_trials(
+    record: Mapping[str, object], table: str, stopped: bool, as_json: bool
+) -> int | None:
+    """Print the finished trials of a grid; return the exit status."""
+    if stopped:
+        print("stopped and saved; run the same command again to continue")
+    print_result(record, table, None, as_json)
+    return 128 + signal.SIGINT if stopped else None

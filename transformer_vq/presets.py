@@ -1,4 +1,4 @@
-"""Presets: the hyperparameters of the paper (Table 10), and two sizes for training on a CPU."""
+"""Presets: the hyperparameters of the paper (Table 10), and sizes for training on a CPU."""
 
 from __future__ import annotations
 
@@ -41,6 +41,39 @@ _CPU_MODEL = ModelConfig(
 _CPU_OPTIM = OptimConfig(lr=3e-3, warmup=100, grad_clip=1.0, lr_final_share=0.05)
 _CPU_TRAIN = TrainConfig(batch_size=8, seq_len=2048, backprop_len=512, steps=1500)
 
+# The model in the package: books with a learned vocabulary, context of 8,192 tokens.
+_BOOKS = RunConfig(
+    model=replace(
+        _CPU_MODEL,
+        vocab_size=4096,
+        head_type="mha",
+        tie_embeddings=True,
+        final_norm=True,
+        logit_scale=1 / 16,
+        ema_decay=0.98,
+        commit_coef=1e-3,
+    ),
+    data=DataConfig(tokenizer="bpe"),
+    optim=OptimConfig(
+        optimizer="muon",
+        lr=0.01,
+        warmup=100,
+        schedule="wsd",
+        decay_share=0.3,
+        lr_final_share=0.02,
+        weight_decay=1e-4,
+        grad_clip=1.0,
+    ),
+    train=replace(
+        _CPU_TRAIN,
+        seq_len=8192,
+        steps=2200,
+        eval_every=500,
+        save_every=250,
+        eval_tokens=100_000,
+    ),
+)
+
 PRESETS: dict[str, RunConfig] = {
     "tiny": RunConfig(
         model=replace(_CPU_MODEL, d_model=128, n_layer=2, n_code=128),
@@ -52,6 +85,7 @@ PRESETS: dict[str, RunConfig] = {
         optim=_CPU_OPTIM,
         train=replace(_CPU_TRAIN, eval_every=250, save_every=250, eval_tokens=200_000),
     ),
+    "books": _BOOKS,
     "enwik8-190m": RunConfig(
         model=replace(_SMALL, p_dropsin=0.2, p_dropres=0.5, p_droplyr=0.3),
         data=_ENWIK8,

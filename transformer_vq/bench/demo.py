@@ -8,10 +8,19 @@ from transformer_vq.bench.ngram import bits_per_byte
 from transformer_vq.bench.records import DemoRecord
 from transformer_vq.data.corpus import prepare
 from transformer_vq.generation.decode import generate
-from transformer_vq.training.checkpoint import load_model, read_config, read_tokenizer
+from transformer_vq.generation.text import generate_text
+from transformer_vq.training.checkpoint import load_model, load_run, read_config, read_tokenizer
 from transformer_vq.training.evaluate import evaluate
 
 PROMPT = "import os\n\ndef "
+BOOKS_PROMPT = "It was"
+
+
+def books_sample() -> str:
+    """Return a text that the model in the package generates."""
+    model, tokenizer, _ = load_run("books")
+    text = generate_text(model, tokenizer, BOOKS_PROMPT, 150, temperature=0.7, seed=1)
+    return BOOKS_PROMPT + text
 
 
 def measure(run: Path) -> DemoRecord:

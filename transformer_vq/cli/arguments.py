@@ -25,7 +25,7 @@ from transformer_vq.presets import PRESETS
 T = TypeVar("T")
 MAX_ROWS = 2**24  # as in the run config
 PRESET_HINT = f"PRESET is one of {', '.join(PRESETS)}"
-RUN_HINT = "RUN is a run folder"
+RUN_HINT = "RUN is a run folder, or books, the model in the package"
 
 
 class UsageError(UserError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from transformer_vq.cli.arguments import (
     MAX_ROWS,
@@ -36,7 +36,8 @@ class EvalOptions:
     data: DataConfig
     """Data to evaluate on; by default, the data of the run."""
     split: Literal["train", "validation", "test", "all"] = "test"
-    """Split to evaluate; all: every document of the given files, without splitting them."""
+    """Split to evaluate; all: every document of the given files, without splitting them (the
+    default for models in the package)."""
     protocol: Literal["windowed", "streaming", "both", "auto"] = "auto"
     """windowed: a new state every seq-len tokens, as in the paper.
     streaming: one state per document.
@@ -66,12 +67,15 @@ def run(arguments: list[str]) -> None:
     from transformer_vq.device import find_device, keep_freed_memory
     from transformer_vq.files import check_can_write, write_verified_json
     from transformer_vq.training.checkpoint import read_config
-    from transformer_vq.training.evaluate import evaluate
+    from transformer_vq.training.evaluate import default_split, evaluate
+    from transformer_vq.training.packaged import find_run
 
-    folder, config = Path(name), read_config(Path(name))
+    folder = find_run(name)
+    config = read_config(folder)
     # Weights apply to the paths of the run only.
     own = replace(config.data, weights=())
-    options = parse(EvalOptions, rest, f"eval {name}", EvalOptions(own))
+    default = EvalOptions(own, cast(Any, default_split(folder)))
+    options = parse(EvalOptions, rest, f"eval {name}", default)
     check_can_write("--out", options.out, options.overwrite)
     if options.protocol == "streaming" and options.seq_len is not None:
         raise UsageError("--seq-len does not apply to --protocol streaming")
@@ -81,7 +85,7 @@ def run(arguments: list[str]) -> None:
     keep_freed_memory()
     with out_of_memory_advice("reduce --batch-size"):
         result = evaluate(
-            folder,
+            name,
             data=None if options.data == own else options.data,
             split=options.split,
             protocols=PROTOCOLS.get(options.protocol),

@@ -45,12 +45,13 @@ def run(arguments: list[str]) -> None:
 
     from transformer_vq.hf.export import export
     from transformer_vq.hf.hub import check_can_push, push_folder
+    from transformer_vq.training.packaged import find_run
 
     repo = options.push_to_hub
     if repo is not None:
         check_can_push(repo)
     which = export(
-        Path(name),
+        find_run(name),
         options.folder,
         options.checkpoint,
         dtype=options.dtype,
@@ -73,8 +74,9 @@ def _export_onnx(name: str, options: ExportOptions) -> None:
 
     from transformer_vq.generation.export import export_onnx
     from transformer_vq.training.checkpoint import load_model
+    from transformer_vq.training.packaged import find_run
 
-    model, which = load_model(Path(name), options.checkpoint)
+    model, which = load_model(find_run(name), options.checkpoint)
     has_state = model.config.attention == "vq"
     export_onnx(
         model, options.folder, ("forward", "prefill", "decode") if has_state else ("forward",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +12,7 @@ import tyro
 from transformer_vq.cli.arguments import UsageError, parse
 from transformer_vq.cli.options import Overwrite
 
+XAxis = Literal["step", "tokens", "time"]
 COMPARISON = Path("comparison.png")
 Paths = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="PATH [PATH ...]")]
 
@@ -26,8 +28,8 @@ class PlotOptions:
     """Run folder, or a JSON file written by `tvq bench`; or several run folders."""
     out: Path | None = None
     """PNG file to write. None writes it next to the data and replaces an older figure; for several
-    runs, None writes comparison.png."""
-    x: Literal["step", "tokens", "time"] = "step"
+    runs, None writes comparison.png, and for a model in the package NAME.png."""
+    x: XAxis = "step"
     """Several runs: what the loss is plotted against."""
     overwrite: Overwrite = False
 
@@ -47,24 +49,28 @@ def run(arguments: list[str]) -> None:
     out = COMPARISON if is_comparison and options.out is None else options.out
 
     from transformer_vq.files import check_can_write
+    from transformer_vq.training.packaged import find_run, is_packaged
 
+    paths = [find_run(path) for path in options.paths]
+    if out is None and is_packaged(paths[0]):
+        out = Path(f"{paths[0].name}.png")
     check_can_write("--out", out, options.overwrite)
     if is_comparison:
         assert out is not None
-        _compare(options, out)
+        _compare(paths, out, options.x)
         return
 
     from transformer_vq.bench.plots import plot_path
 
-    for path in plot_path(options.paths[0], out):
+    for path in plot_path(paths[0], out):
         print(path)
 
 
-def _compare(options: PlotOptions, out: Path) -> None:
+def _compare(runs: Sequence[Path], out: Path, x: XAxis) -> None:
     from transformer_vq.training.plots import compare_runs
 
-    for path in options.paths:
+    for path in runs:
         if not path.is_dir():
             raise UsageError(f"{path} is not a run folder; only runs can be compared")
-    compare_runs(options.paths, out, options.x)
+    compare_runs(runs, out, x)
     print(out)

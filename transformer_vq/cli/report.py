@@ -17,7 +17,8 @@ class ReportOptions:
     """Write one self-contained HTML page about a run: curves, evaluations, samples, config."""
 
     out: Path | None = None
-    """HTML file to write. None writes RUN/report.html and replaces an older one."""
+    """HTML file to write. None writes RUN/report.html and replaces an older one; for a model
+    in the package, NAME-report.html in the working directory."""
     samples: int = 3
     """Number of texts to generate; 0 generates none. Image runs show RUN/samples.png."""
     prompt: str = ""
@@ -35,13 +36,17 @@ def run(arguments: list[str]) -> None:
     check_range("--seed", options.seed, 0, 2**63 - 1)
 
     from transformer_vq.files import check_can_write
+    from transformer_vq.training.packaged import find_run, is_packaged
     from transformer_vq.training.report import write_report
 
-    check_can_write("--out", options.out, options.overwrite)
+    folder, out = find_run(name), options.out
+    if is_packaged(folder) and out is None:
+        out = Path(f"{name}-report.html")
+    check_can_write("--out", out, options.overwrite)
     with out_of_memory_advice("use --samples 0"):
         path = write_report(
-            Path(name),
-            options.out,
+            folder,
+            out,
             n_samples=options.samples,
             prompt=options.prompt,
             seed=options.seed,

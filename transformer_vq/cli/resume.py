@@ -45,8 +45,10 @@ def run(arguments: list[str]) -> int:
 
     from transformer_vq.device import keep_freed_memory
     from transformer_vq.training.checkpoint import read_config
+    from transformer_vq.training.packaged import check_not_packaged, find_run
     from transformer_vq.training.run import resume
 
+    check_not_packaged(find_run(name), name)
     default = ResumeOptions(read_config(Path(name)))
     options = parse(ResumeOptions, rest, f"resume {name}", default, hidden=FIXED_FIELDS)
     keep_freed_memory()

@@ -98,11 +98,12 @@ def run(arguments: list[str]) -> None:
     from transformer_vq.files import check_can_write
     from transformer_vq.generation.sampling import Sampling
     from transformer_vq.training.checkpoint import load_model, read_config, read_tokenizer
+    from transformer_vq.training.packaged import find_run
 
     sampling = Sampling(options.temperature, options.top_p, options.top_k)
     check_can_write("--out", options.out, options.overwrite)
     check_can_write("--save-state", options.save_state, options.overwrite)
-    folder = Path(name)
+    folder = find_run(name)
     has_images = read_config(folder).data.has_images
     kind, unused = ("image", TEXT_ONLY) if has_images else ("text", IMAGES_ONLY)
     given = {name: getattr(options, name) for name in unused}
@@ -118,11 +119,11 @@ def run(arguments: list[str]) -> None:
         tokenizer = read_tokenizer(folder)
         if has_images:
             out = _sample_images(options, folder, model, tokenizer.bos, sampling)
-            print_json({"run": str(folder), "image": str(out)}, options.json)
+            print_json({"run": name, "image": str(out)}, options.json)
         else:
             samples = _sample_text(options, model, tokenizer, sampling)
             texts, ended = [x.text for x in samples], [x.ended for x in samples]
-            print_json({"run": str(folder), "texts": texts, "ended": ended}, options.json)
+            print_json({"run": name, "texts": texts, "ended": ended}, options.json)
 
 
 def _sample_images(

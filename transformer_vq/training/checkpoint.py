@@ -43,6 +43,7 @@ from transformer_vq.files import (
 )
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import warn
+from transformer_vq.training.packaged import find_run
 
 CONFIG, BEST = "config.json", "best"
 MODEL, TENSORS, METADATA = "model.safetensors", "training.safetensors", "training.json"
@@ -247,7 +248,7 @@ def load_model(run: Path, which: str = "best") -> tuple[TransformerVQ, str]:
             raise CheckpointError(f"{error}; use --checkpoint last") from error
         if model.config != config.model:
             raise CheckpointError(f"{best} is not a model of this run; use --checkpoint last")
-        return model, "best"
+        return model.float(), "best"  # packaged models are stored in bf16
     if which in ("best", "last"):
         newest = newest_checkpoint(run)
         if newest is None:
@@ -287,7 +288,7 @@ class LoadedRun(NamedTuple):
 def load_run(
     path: str | os.PathLike[str], checkpoint: str = "best", device: torch.device | str = "cpu"
 ) -> LoadedRun:
-    """Load the model, tokenizer and config of a run folder.
+    """Load the model, tokenizer and config of a run folder, or of a packaged model by its name.
 
     checkpoint: "best" (lowest validation loss), "last" or the number of a step. device: where the
     model is moved to. The model is in evaluation mode. Raises CheckpointError if `path` is not a
@@ -296,7 +297,7 @@ def load_run(
         model, tokenizer, config = load_run("runs/tiny")
         print(generate_text(model, tokenizer, "import ", max_new_tokens=50))
     """
-    run = Path(path)
+    run = find_run(path)
     config = read_config(run)
     model, _ = load_model(run, checkpoint)
     return LoadedRun(model.to(device).eval(), read_tokenizer(run), config)

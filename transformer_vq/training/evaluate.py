@@ -18,6 +18,7 @@ from transformer_vq.errors import UserError
 from transformer_vq.evaluation import Evaluation, Protocol, check_sizes, score
 from transformer_vq.progress import Reporter, progress_bar, reporting
 from transformer_vq.training.checkpoint import load_model, read_config, read_tokenizer
+from transformer_vq.training.packaged import find_run, is_packaged
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def evaluate(
     run: str | os.PathLike[str],
     *,
     data: DataConfig | None = None,
-    split: str = "test",
+    split: str | None = None,
     protocols: Sequence[Protocol] | None = None,
     checkpoint: str = "best",
     seq_len: int | None = None,
@@ -52,25 +53,32 @@ def evaluate(
     device: torch.device | str = "cpu",
     reporter: Reporter | None = None,
 ) -> RunEvaluation:
-    """Evaluate a model of a run folder.
+    """Evaluate a model of a run folder, or a packaged model by its name.
 
     data: other data than the run was trained on; they are tokenized with the vocabulary of the run.
-    split: train, validation, test, or all documents of the data together.
+    split: train, validation, test, or all documents of the data together. None is test, and all for
+    a packaged model, which has no data of its own.
     protocols: "windowed" and "streaming" by default; only "windowed" for full attention, whose cost
     grows with the length. checkpoint: best, last or a step. seq_len, batch_size: those of the run
     by default. max_tokens: score only the start of the split.
     """
     check_sizes(seq_len=seq_len, batch_size=batch_size, max_tokens=max_tokens)
-    run = Path(run)
+    name, run = str(run), find_run(run)
     config = read_config(run)
     train = config.train
+    if is_packaged(run) and (data is None or data == config.data):
+        raise UserError(
+            f"{name} is a model in the package, without its data; give --data.path YOUR-TEXTS"
+        )
+    if split is None:
+        split = default_split(run)
     model, which = load_model(run, checkpoint)
     model.to(device)
     with reporting(reporter):
         corpus = prepare(_data_for(run, config.data, data, split), config.model.vocab_size)
     if read_tokenizer(run).sha256 != corpus.tokenizer().sha256:
         raise UserError(
-            f"these data do not have the vocabulary of {run}; use --data.tokenizer {run}"
+            f"these data do not have the vocabulary of {name}; use --data.tokenizer {run}"
         )
     tokens = corpus.split("train" if split == "all" else split)
     if protocols is None:
@@ -97,7 +105,12 @@ def evaluate(
         assert result is not None, "without `stopped` it always finishes"
         results[protocol] = result
     attention = config.model.attention
-    return RunEvaluation(str(run), which, corpus.dataset, split, seq_len, attention, results)
+    return RunEvaluation(name, which, corpus.dataset, split, seq_len, attention, results)
+
+
+def default_split(run: Path) -> str:
+    """Return the split that is evaluated by default: all files for a packaged model, else test."""
+    return "all" if is_packaged(run) else "test"
 
 
 def _data_for(run: Path, own: DataConfig, other: DataConfig | None, split: str) -> DataConfig:
@@ -108,7 +121,7 @@ def _data_for(run: Path, own: DataConfig, other: DataConfig | None, split: str) 
     data = own if other is None else other
     if data == own and split != "all":
         return own
-    if data.tokenizer == own.tokenizer and not data.has_images:
+    if data.tokenizer in (None, own.tokenizer) and not data.has_images:
         has_file = any((run / name).is_file() for name in TOKENIZER_FILES)
         data = replace(data, tokenizer=str(run) if has_file else "bytes")
     if data.path != own.path:  # the other files of the run do not belong to them

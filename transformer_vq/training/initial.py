@@ -34,6 +34,7 @@ from transformer_vq.training.checkpoint import (
     read_config,
     read_tokenizer,
 )
+from transformer_vq.training.packaged import find_run
 
 # Fields of a model config that affect its training, but not the function it computes.
 TRAINING_FIELDS = frozenset(
@@ -151,7 +152,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
 
 
 def _existing(init_from: str | os.PathLike[str]) -> Path:
-    path = Path(init_from).expanduser()
+    path = find_run(Path(init_from).expanduser())
     if path.is_file() or (path / CONFIG).is_file():
         return path
     what = "is not a run or exported folder (no config.json)" if path.is_dir() else "does not exist"

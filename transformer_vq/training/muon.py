@@ -64,4 +64,5 @@ def orthogonalize(x: Tensor) -> Tensor:
     for _ in range(_ITERATIONS):
         gram = wide @ wide.T
         wide = a * wide + (b * gram + c * (gram @ gram)) @ wide
-    return wide if x.shape[0] <= x.shape[1] else wide.T
+    result: Tensor = wide if x.shape[0] <= x.shape[1] else wide.T
+    return result

@@ -46,6 +46,7 @@ from transformer_vq.training.initial import (
 from transformer_vq.training.loop import Progress, TrainingLoop, TrainingResult
 from transformer_vq.training.memory import check_memory, choose_accumulation, memory_per_process
 from transformer_vq.training.metrics import check_loggers, rewind
+from transformer_vq.training.packaged import find_run, is_packaged
 from transformer_vq.training.step import Trainer
 
 
@@ -286,5 +287,7 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
         test_path=all_absolute(data.test_path),
         tokenizer=absolute(data.tokenizer) if has_file else data.tokenizer,
     )
-    init_from = absolute(config.train.init_from)
+    init_from = config.train.init_from
+    if init_from is not None and not is_packaged(find_run(init_from)):
+        init_from = absolute(init_from)
     return replace(config, data=data, train=replace(config.train, init_from=init_from))

@@ -1,4 +1,4 @@
-"""tvq bench demo: train `tiny`, compare it with n-gram models, and generate text."""
+"""tvq bench demo: text of `books`, then train `tiny`, compare it with n-grams, generate text."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from transformer_vq.presets import PRESETS
 
 INTRODUCTION = """\
 This demo takes about three minutes on two cores:
-1. It checks that attention in linear time equals attention in quadratic time.
-2. It trains a small byte-level model on the sources of Python's standard library.
-3. It compares the model with n-gram models on files that were not used for training.
-4. It generates text and plots the loss.
+1. It generates text with `books`, the model in the package.
+2. It checks that attention in linear time equals attention in quadratic time.
+3. It trains a small byte-level model on the sources of Python's standard library.
+4. It compares the model with n-gram models on files that were not used for training.
+5. It generates text and plots the loss.
 """
 
 
 @dataclass(frozen=True)
 class Demo:
-    """Train `tiny` on the sources of Python's standard library, in minutes.
+    """Generate text with the model in the package, then train `tiny` in minutes.
 
-    Compares the model with n-gram models, generates text and plots the curves. If interrupted, run
-    the same command again to continue.
+    The data are the sources of Python's standard library. Compares the model with n-gram models,
+    generates text and plots the curves. If interrupted, run the same command again to continue.
     """
 
     out: Path = Path("demo")
@@ -41,7 +42,7 @@ def run(arguments: list[str]) -> int | None:
     if options.steps is not None:
         config = replace(config, train=replace(config.train, steps=options.steps))
 
-    from transformer_vq.bench.demo import PROMPT, measure, table
+    from transformer_vq.bench.demo import BOOKS_PROMPT, PROMPT, books_sample, measure, table
     from transformer_vq.bench.equality import differences
     from transformer_vq.bench.plots import plot_path
     from transformer_vq.device import keep_freed_memory
@@ -50,25 +51,27 @@ def run(arguments: list[str]) -> int | None:
 
     keep_freed_memory()
     print(INTRODUCTION)
-    print("1. Linear-time attention equals quadratic attention, up to rounding (float64).")
+    print(f"1. `books` continues {BOOKS_PROMPT!r}:\n")
+    print(books_sample(), flush=True)
+    print("\n2. Linear-time attention equals quadratic attention, up to rounding (float64).")
     print("   Relative RMS difference from Definition 3.1, 1,000 tokens:\n")
     print("| heads | reduction | output | gradients |\n| --- | --- | ---: | ---: |")
     for head_type, reduction, output, gradients in differences():
         print(f"| {head_type} | {reduction} | {output:.1e} | {gradients:.1e} |", flush=True)
 
     folder = options.out
-    print(f"\n2. Training `tiny` for {config.train.steps} steps; Ctrl-C stops and saves.")
+    print(f"\n3. Training `tiny` for {config.train.steps} steps; Ctrl-C stops and saves.")
     print(f"   The run is stored in {folder}.\n", flush=True)
     result = train_or_resume(config, folder)
     if result.stopped_by is not None:
         print(f"stopped at step {result.step} and saved; run the same command again to continue")
         return 128 + result.stopped_by
 
-    print("3. Bits per byte of the test split, compared with n-gram models (lower is better):\n")
+    print("4. Bits per byte of the test split, compared with n-gram models (lower is better):\n")
     record = measure(folder)
     write_json(folder / "demo.json", record)
     print(table(record))
-    print(f"\n4. Text generated after {PROMPT!r}:\n")
+    print(f"\n5. Text generated after {PROMPT!r}:\n")
     print(record["sample"])
     print("\nFigure: " + ", ".join(str(path) for path in plot_path(folder)))
     print(_next_commands(folder))
@@ -76,8 +79,9 @@ def run(arguments: list[str]) -> int | None:
 
 
 def _next_commands(run: Path) -> str:
-    """Return three commands that work when they are pasted."""
+    """Return commands that work when they are pasted."""
     commands = {
+        "sample books --prompt 'Call me'": "the model in the package, another prompt",
         f"sample {shlex.quote(str(run))} --prompt 'class Stack:'": "more text, another prompt",
         f"eval {shlex.quote(str(run))}": "loss by position in the context",
         "info enwik8-190m": "size and cost of a model of the paper",

@@ -1,0 +1,178 @@
+"""Models in the package: found by name, loaded, evaluated, exported, fine-tuned, never changed."""
+
+import fnmatch
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import relative_rms, tiny_run
+
+from transformer_vq import DataConfig, UserError, evaluate, generate_text, load_run, train
+from transformer_vq.cli.main import main
+from transformer_vq.presets import PRESETS
+from transformer_vq.training.checkpoint import load_model, read_config
+from transformer_vq.training.metrics import read_metrics
+from transformer_vq.training.packaged import MODELS, find_run, is_packaged, packaged_models
+from transformer_vq.training.packaging import package_run
+
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 40
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path
+
+
+@pytest.fixture
+def unchanged_package():
+    before = {p: p.stat().st_mtime_ns for p in MODELS.rglob("*")}
+    yield
+    assert {p: p.stat().st_mtime_ns for p in MODELS.rglob("*")} == before
+
+
+def test_name_of_a_packaged_model_is_found(here):
+    assert "books" in packaged_models()
+    assert find_run("books") == MODELS / "books"
+    assert is_packaged(find_run("books"))
+    assert find_run("nothing") == Path("nothing")
+    assert find_run("../models/books") == Path("../models/books")
+
+
+def test_run_folder_of_the_same_name_takes_precedence_over_the_package(here):
+    (here / "books").mkdir()
+    assert is_packaged(find_run("books"))  # a folder of texts, not a run
+    (here / "books" / "config.json").write_text("{}")
+    assert find_run("books") == Path("books")
+
+
+def test_packaged_model_has_the_recipe_of_the_preset_and_fits_in_ten_megabytes():
+    config = read_config(MODELS / "books")
+    preset = PRESETS["books"]
+    assert config.model == preset.model
+    assert (config.optim, config.train) == (preset.optim, preset.train)
+    files = [path for path in (MODELS / "books").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 10_000_000
+    about = "".join(path.read_text() for path in files if path.suffix in (".json", ".jsonl"))
+    assert "/home/" not in about
+    assert "/root/" not in about
+
+
+def test_every_file_of_a_packaged_model_is_part_of_the_distribution():
+    root = MODELS.parents[1]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = patterns["package-data"]["transformer_vq"]
+    for path in MODELS.rglob("*"):
+        name = path.relative_to(MODELS.parent).as_posix()
+        assert path.is_dir() or any(fnmatch.fnmatch(name, pattern) for pattern in patterns), name
+
+
+def test_loaded_model_generates_english_words():
+    model, tokenizer, _ = load_run("books")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {b.dtype for b in model.buffers()} <= {torch.float32, torch.bool}
+    text = generate_text(model, tokenizer, "It was", max_new_tokens=60, temperature=0.5, seed=0)
+    words = text.lower().split()
+    common = {"the", "of", "and", "a", "to", "in", "he", "i", "was", "that", "it", "his", "her"}
+    assert sum(word.strip('.,;"') in common for word in words) > len(words) / 6
+
+
+def test_sample_and_eval_take_the_name_and_write_nothing(here, unchanged_package, capsys):
+    main(["sample", "books", "--prompt", "It was", "--tokens", "5", "--seed", "1", "--json"])
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["run"] == "books"
+    options = ["--data.path", "text.txt", "--data.cache", "cache", "--json"]
+    main(["eval", "books", *options])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["run"], result["split"]) == ("books", "all")
+    assert result["protocols"]["streaming"]["bytes"] == len(TEXT)
+    assert 0 < result["protocols"]["streaming"]["bits_per_byte"] < 3
+    assert {path.name for path in here.iterdir()} == {"text.txt", "cache"}
+
+
+def test_line_ends_of_windows_and_unix_cost_about_the_same(here):
+    unix = (MODELS.parents[1] / "README.md").read_text()[:6000]
+    bits = []
+    for name, text in (("unix", unix), ("windows", unix.replace("\n", "\r\n"))):
+        (here / name).write_bytes(text.encode())
+        data = DataConfig(path=name, cache="cache")
+        result = evaluate("books", data=data, protocols=["streaming"]).protocols["streaming"]
+        bits.append(result.nats)
+    assert bits[1] < 1.05 * bits[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "fix"),
+    [
+        (["eval", "books"], "--data.path"),
+        (["resume", "books"], "--train.init-from books"),
+        (["sample", "book"], "run folder"),
+    ],
+    ids=str,
+)
+def test_what_is_impossible_is_reported_with_the_fix(command, fix, here, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(command)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert fix in error
+    assert error.count("\n") == 1
+
+
+def test_report_of_a_packaged_model_goes_to_the_working_directory(here, unchanged_package, capsys):
+    main(["report", "books", "--samples", "0"])
+    assert capsys.readouterr().out.strip() == "books-report.html"
+    assert "bits per byte" in (here / "books-report.html").read_text()
+
+
+def test_plot_of_a_packaged_model_goes_to_the_working_directory(here, unchanged_package, capsys):
+    main(["plot", "books"])
+    assert capsys.readouterr().out.strip() == "books.png"
+    assert (here / "books.png").stat().st_size > 10_000
+
+
+def test_packaged_model_can_be_fine_tuned(here, unchanged_package):
+    preset = PRESETS["books"]
+    config = replace(
+        preset,
+        data=DataConfig(path="text.txt", cache="cache"),
+        train=replace(
+            preset.train,
+            steps=1,
+            batch_size=1,
+            seq_len=64,
+            backprop_len=64,
+            init_from="books",
+            device="cpu",
+        ),
+        optim=replace(preset.optim, warmup=0, decay_share=1.0),
+    )
+    result = train(config, here / "tuned")
+    first = read_metrics(result.run)[0]
+    assert first["nats_per_token"] < 6  # an untrained model has log(4096) = 8.3
+
+
+def test_packaging_keeps_the_model_up_to_bf16_and_drops_paths(tmp_path):
+    config = tiny_run(tmp_path, train={"steps": 5})
+    run = tmp_path / "run"
+    train(config, run)
+    package_run(run, tmp_path / "packaged")
+    (model, which), (want, _) = load_model(tmp_path / "packaged"), load_model(run)
+    assert which == "best"
+    tokens = torch.arange(20).unsqueeze(0)
+    assert 0 < relative_rms(model.eval()(tokens).logits, want.eval()(tokens).logits) < 0.05
+    stored = read_config(tmp_path / "packaged")
+    assert stored.data.path == ()
+    assert replace(stored, data=config.data) == config
+    assert read_metrics(tmp_path / "packaged")[-1] == read_metrics(run)[-1]
+    files = {path.name for path in (tmp_path / "packaged").rglob("*") if path.is_file()}
+    assert files == {"config.json", "metrics.jsonl", "model.safetensors"}
+
+
+def test_evaluation_of_a_packaged_model_needs_data():
+    with pytest.raises(UserError, match=r"--data\.path"):
+        evaluate("books")

@@ -1,0 +1,47 @@
+"""Models in the package: run folders that are loaded by name wherever a run is expected.
+
+    tvq sample books --prompt "It was"
+
+A run folder of the same name takes precedence. Packaged models have weights in bf16 and no
+checkpoints; they can be evaluated, sampled, exported and fine-tuned, but not resumed.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformer_vq.errors import UserError
+
+MODELS = Path(__file__).parents[1] / "models"
+_CONFIG = "config.json"
+
+
+def packaged_models() -> list[str]:
+    """Return the names of the models in the package."""
+    return sorted(path.parent.name for path in MODELS.glob(f"*/{_CONFIG}"))
+
+
+def find_run(name: str | os.PathLike[str]) -> Path:
+    """Return the path of a run; for the name of a packaged model, that of its folder.
+
+    Anything that is not such a name is returned as it is, even if it does not exist.
+    """
+    path = Path(name)
+    if path.is_file() or (path / _CONFIG).is_file():
+        return path
+    return MODELS / path if os.fspath(name) in packaged_models() else path
+
+
+def is_packaged(run: Path) -> bool:
+    """Return whether a path is the folder of a packaged model."""
+    return run.parent == MODELS
+
+
+def check_not_packaged(run: Path, name: str) -> None:
+    """Raise UserError if a run that would be changed is a packaged model."""
+    if is_packaged(run):
+        raise UserError(
+            f"{name} is a model in the package, which is not changed; fine-tune it with `tvq train "
+            f"{name} --train.init-from {name} --data.path YOUR-TEXTS --out RUN`"
+        )

@@ -41,43 +41,55 @@ def plot_variants(record: VariantsRecord, path: Path) -> None:
         left.grid(visible=False, axis="x")
         left.margins(x=0.15)
         left.set_title("Test loss (bits per byte)")
-        lengths = _draw_positions(right, groups)
-        right.set_title("Loss by position (nats per token)")
-        log_lengths(right, lengths, "tokens of context")
-        seeds = max(len(rows) for rows in groups.values())
+        first = next(iter(groups))
+        log_lengths(right, _draw_positions(right, groups), "tokens of context")
+        right.set_title(f"Loss by position, minus that of {first}")
+        right.set_ylabel("nats per token")
         note(
             figure,
-            f"Left: a dot per seed, a line for the mean. Right: mean of {seeds} seeds, band of one "
-            "standard deviation.\nThe loss axes do not start at 0.",
+            "Left: a dot per seed, a line for the mean; the axis does not start at 0.\nRight: the "
+            "mean over seeds on the same tokens; band: one standard deviation.",
         )
 
 
 def _draw_positions(axes: Any, groups: dict[str, list[TrialRow]]) -> list[int]:
-    """Draw the loss by position of each variant; return the positions that have a tick."""
+    """Draw the loss by position of each variant; return the positions that have a tick.
+
+    The text at different positions differs, so each loss is compared with that of the first variant
+    on the same tokens and with the same seed.
+    """
+    curves = {
+        name: {row["seed"]: _by_position(row) for row in rows} for name, rows in groups.items()
+    }
+    first = next(iter(curves.values()))
     shown: set[int] = set()
-    for number, (name, rows) in enumerate(groups.items()):
+    for number, (name, by_seed) in enumerate(curves.items()):
         color = COLORS[number % len(COLORS)]
-        by_start: dict[int, list[float]] = {}
-        for row in rows:
-            for position in row["by_position"]:
-                if position["first"] + 1 >= FIRST_POSITION and position["tokens"] >= MIN_TOKENS:
-                    by_start.setdefault(position["first"] + 1, []).append(
-                        position["nats_per_token"]
-                    )
-        xs = sorted(by_start)
+        pairs = [(by_seed[seed], first[seed]) for seed in by_seed if seed in first]
+        xs = sorted(set.intersection(*(a.keys() & b.keys() for a, b in pairs))) if pairs else []
         if not xs:
             continue
-        means = [mean(by_start[x]) for x in xs]
+        differences = {x: [a[x] - b[x] for a, b in pairs] for x in xs}
+        means = [mean(differences[x]) for x in xs]
         axes.plot(xs, means, color=color)
-        if all(len(by_start[x]) > 1 for x in xs):
-            deviations = [stdev(by_start[x]) for x in xs]
+        if len(pairs) > 1:
+            deviations = [stdev(differences[x]) for x in xs]
             low = [m - d for m, d in zip(means, deviations, strict=True)]
             high = [m + d for m, d in zip(means, deviations, strict=True)]
             axes.fill_between(xs, low, high, color=color, alpha=0.18, lw=0)
         label_end(axes, (xs, means), name, color)
         shown |= set(xs)
     ticks = sorted(shown)
-    return ticks[:: max(1, len(ticks) // 5)]
+    return ticks[:: 1 + len(ticks) // 6]
+
+
+def _by_position(row: TrialRow) -> dict[int, float]:
+    """Return the loss by the number of tokens of context, from bins with enough tokens."""
+    return {
+        position["first"] + 1: position["nats_per_token"]
+        for position in row["by_position"]
+        if position["first"] + 1 >= FIRST_POSITION and position["tokens"] >= MIN_TOKENS
+    }
 
 
 def plot_scaling(record: ScalingRecord, path: Path) -> None:

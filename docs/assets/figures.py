@@ -12,8 +12,8 @@ from transformer_vq.files import read_json
 ASSETS = Path(__file__).parent
 BENCHMARKS = ASSETS.parent.parent / "benchmarks"
 RECORDS = (
-    *("ablation", "decode", "profile", "scaling", "small"),
-    *("train-bf16", "train-bf16-32k", "train-fp32"),
+    *("ablation", "compression-books", "decode", "profile", "scaling", "small"),
+    *("train-bf16", "train-bf16-32k", "train-fp32", "variants-books"),
 )
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def test_prepare_prints_the_sizes_of_the_splits(tmp_path, capsys):
 def test_info_accepts_every_preset(name, capsys):
     main(["info", name])
     out = capsys.readouterr().out
-    assert out.startswith(f"{name}: shga, vq attention")
+    assert out.startswith(f"{name}: {PRESETS[name].model.head_type}, vq attention")
     assert "FLOPs per token" in out
 
 

@@ -390,7 +390,7 @@ def test_demo_ends_with_commands_that_work(sandbox):
     assert figure == "new-run/curves.png"
     prefix = f"{sys.executable} -m transformer_vq "
     lines = [x.strip() for x in commands.splitlines() if x.strip().startswith(prefix)]
-    assert len(lines) == 3
+    assert len(lines) == 4
     for line in lines:
         typed = shlex.split(line.removeprefix(prefix), comments=True)
         ended = sandbox.run(typed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Sequence
@@ -130,6 +131,7 @@ def _fail(message: str, status: int, in_file: bool = False) -> NoReturn:
 
 def _overview() -> str:
     lines = [f"  {name:<9} {summary}" for name, (_, summary) in COMMANDS.items()]
+    presets = f"presets: {', '.join(PRESETS)}"
     return "\n".join(
         [
             "usage: tvq COMMAND ...",
@@ -138,8 +140,8 @@ def _overview() -> str:
             "",
             *lines,
             "",
-            f"presets: {', '.join(PRESETS)}",
-            "To get started: tvq train tiny --out demo-run",
+            *textwrap.wrap(presets, 80, subsequent_indent="  ", break_on_hyphens=False),
+            'To get started: tvq sample books --prompt "It was"; tvq train tiny --out my-run',
             "Options of a command: tvq COMMAND --help",
             "Version: tvq --version",
             "Shell completion (bash, zsh or fish): source <(tvq --print-completion bash)",

@@ -149,6 +149,7 @@ print(run_grid(trials, folder / "runs", folder / "out.json", 1, lambda rows: {"t
 """
 
 
+@pytest.mark.slow
 def test_interrupted_grid_saves_its_runs(tmp_path):
     child = subprocess.Popen(
         [sys.executable, "-c", GRID, str(tmp_path)],

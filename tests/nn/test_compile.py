@@ -31,7 +31,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("overrides", "recomputes"),
     [
-        ({"head_type": "shga", "reduction": "auto"}, False),
+        slow({"head_type": "shga", "reduction": "auto"}, False),
         slow({"head_type": "shga", "reduction": "auto"}, True),
         ({"head_type": "mha", "attention": "full"}, False),
         slow({"head_type": "mqa", "reduction": "serial"}, False),

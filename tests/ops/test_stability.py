@@ -45,7 +45,7 @@ def run_in_steps(inputs, step: int, n_tokens: int):
     ("step", "n_tokens"),
     [
         pytest.param(4096, N_TOKENS, id="in segments", marks=pytest.mark.slow),
-        pytest.param(1, 2_500, id="token by token"),
+        pytest.param(1, 2_500, id="token by token", marks=pytest.mark.slow),
         pytest.param(1, N_TOKENS, id="token by token to the end", marks=pytest.mark.slow),
     ],
 )

@@ -116,7 +116,6 @@ def check_data_parallel_equals_one_process(folder):
         run_config(accumulate=2), ParallelConfig(), documents=True, padding=True
     )
     assert_same_as_one_process(run_config(optim={"optimizer": "adafactor"}), ParallelConfig(dp=2))
-    assert_same_as_one_process(run_config(optim={"optimizer": "muon"}), ParallelConfig(dp=2))
     assert_same_as_one_process(run_config(), ParallelConfig(), torch.float32)
 
 
@@ -163,8 +162,13 @@ def check_fsdp_equals_one_process(folder):
     assert_same_as_one_process(
         run_config(wide, {"optimizer": "adafactor", "grad_clip": None}), mesh
     )
-    assert_same_as_one_process(run_config(optim={"optimizer": "muon"}), mesh)
     assert_same_as_one_process(run_config(), mesh, torch.float32)
+
+
+@for_worlds(2, slow=True)
+def check_muon_on_every_mesh_equals_one_process(folder):
+    for mesh in (ParallelConfig(dp=2), ParallelConfig(fsdp=2), ParallelConfig(tp=2)):
+        assert_same_as_one_process(run_config(optim={"optimizer": "muon"}), mesh)
 
 
 @for_worlds(4, slow=True)
@@ -180,7 +184,6 @@ def check_tensor_parallel_equals_one_process(folder):
     wide = {"d_model": 128, "n_layer": 1, "d_k": 64}
     adafactor = {"optimizer": "adafactor", "grad_clip": None}
     assert_same_as_one_process(run_config(wide, adafactor), ParallelConfig(tp=2))
-    assert_same_as_one_process(run_config(optim={"optimizer": "muon"}), ParallelConfig(tp=2))
     assert_same_as_one_process(run_config({"attention": "full"}), ParallelConfig(tp=2))
     assert_same_as_one_process(run_config(), ParallelConfig(tp=2), torch.float32)
 

@@ -46,9 +46,9 @@ class Muon(AdamW):
     def _update(
         self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
     ) -> None:
-        if not state:
-            state["momentum"] = torch.zeros_like(p)
-        state["step"] = state.get("step", torch.tensor(0.0)) + 1  # AdamW's load_state_dict needs it
+        if not state:  # AdamW's load_state_dict expects a number of steps
+            state |= {"step": torch.tensor(0.0), "momentum": torch.zeros_like(p)}
+        state["step"] += 1
         momentum: Tensor = state["momentum"]
         momentum.lerp_(grad, 1 - MOMENTUM)
         update = orthogonalize(torch.lerp(grad, momentum, MOMENTUM))  # Nesterov

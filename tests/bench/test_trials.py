@@ -34,6 +34,7 @@ def fake_row(config, variant, seed, test, parameters=1000, n_code=16):
         "config": trials.config_record(
             replace(config, model=model, train=replace(config.train, seed=seed))
         ),
+        "corpus": "0" * 64,
         "parameters": parameters,
         "validation": test + 0.01,
         "test": test,
@@ -120,6 +121,22 @@ def test_trials_of_another_process_are_read_from_their_result_files(tmp_path):
     other = replace(trial, config=replace(base, model=replace(base.model, n_code=5)))
     with pytest.raises(UserError, match=r"model\.n_code"):
         list(run_trials([other], runs))
+
+
+def test_trials_on_other_data_are_not_mixed_in_one_record(tmp_path):
+    base = tiny_run(tmp_path, train=SHORT)
+    runs, out = tmp_path / "runs", tmp_path / "out.json"
+    runs.mkdir()
+    first, second = (fake_row(base, "vq", seed, 2.0, n_code=base.model.n_code) for seed in (0, 1))
+    out.write_text(json.dumps({"trials": [first]}))
+    (runs / "vq-seed-1.json").write_text(json.dumps(second | {"corpus": "1" * 64}))
+    before = out.read_text()
+    with pytest.raises(UserError, match="other data"):
+        run_grid(trials_of({"vq": base}, 2), runs, out, 1, variants.record)
+    assert out.read_text() == before
+    (runs / "vq-seed-1.json").write_text(json.dumps(second))
+    rows, stopped = run_grid(trials_of({"vq": base}, 2), runs, out, 1, variants.record)
+    assert ([row["seed"] for row in rows], stopped) == ([0, 1], False)
 
 
 def test_failed_trial_is_reported_with_its_reason(tmp_path):

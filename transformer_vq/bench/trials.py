@@ -79,11 +79,21 @@ def run_grid(
     rows = {row["name"]: row for row in recorded_rows(out)}
     try:
         for row in run_trials(trials, runs, list(rows.values()), jobs):
+            _check_corpus(row, rows.values(), out)
             rows[row["name"]] = row
             write_json(out, record(_ordered(rows, trials)))
     except KeyboardInterrupt:
         return _ordered(rows, trials), True
     return _ordered(rows, trials), False
+
+
+def _check_corpus(row: TrialRow, recorded: Iterable[TrialRow], out: Path) -> None:
+    """Raise UserError if a variant was recorded with other data, whose paths are not recorded."""
+    if any(x["corpus"] != row["corpus"] for x in recorded if x["variant"] == row["variant"]):
+        raise UserError(
+            f"{out} has trials of {row['variant']} on other data; give another --out, or the same "
+            "data"
+        )
 
 
 def _ordered(rows: dict[str, TrialRow], trials: Sequence[Trial]) -> list[TrialRow]:

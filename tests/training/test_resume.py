@@ -74,7 +74,12 @@ def test_a_signal_stops_a_validation_and_resume_repeats_it(tmp_path, monkeypatch
 
 @pytest.mark.parametrize(
     "changes",
-    [{"optim": {"optimizer": "adafactor"}}, {"model": {"attention": "full"}}, {}],
+    [
+        {"optim": {"optimizer": "adafactor"}},
+        {"optim": {"optimizer": "muon"}},
+        {"model": {"attention": "full"}},
+        {},
+    ],
 )
 def test_resume_is_exact_with_other_optimizers_and_full_attention(tmp_path, monkeypatch, changes):
     config = tiny_run(tmp_path, **changes, train={"accumulate": 2, "batch_size": 2})

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from transformer_vq.config import ModelConfig, RunConfig
 from transformer_vq.data.corpus import Corpus
@@ -24,16 +22,15 @@ from transformer_vq.data.tokenizers import (
     Tokenizer,
     load_tokenizer,
 )
-from transformer_vq.files import CorruptFileError, file_digest, read_json, read_verified_json
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.training.checkpoint import (
     CONFIG,
-    MODEL,
     CheckpointError,
     load_model,
     read_config,
     read_tokenizer,
 )
+from transformer_vq.training.loading import exported_config, is_export, load_export
 from transformer_vq.training.packaged import find_run
 
 # Fields of a model config that affect its training, but not the function it computes.
@@ -43,8 +40,6 @@ TRAINING_FIELDS = frozenset(
         *("ema_decay", "codebook_init", "revive_below"),
     }
 )
-INDEX, CHECKSUMS = f"{MODEL}.index.json", "checksums.json"  # of exported folders
-MODEL_TYPE, ARCHITECTURE = "transformer_vq", "TransformerVQForCausalLM"
 
 
 def initial_model_config(init_from: str | os.PathLike[str]) -> ModelConfig:
@@ -55,7 +50,7 @@ def initial_model_config(init_from: str | os.PathLike[str]) -> ModelConfig:
     path = _existing(init_from)
     if path.is_file():
         return _config_of_file(path)
-    return _exported_config(path) if _is_export(path) else read_config(path).model
+    return exported_config(path) if is_export(path) else read_config(path).model
 
 
 def with_initial_tokenizer(config: RunConfig) -> RunConfig:
@@ -85,7 +80,7 @@ def initial_model(config: RunConfig) -> TransformerVQ:
         return TransformerVQ(config.model)
     check_same_architecture(config)
     path = _existing(source)
-    loaded = _load_export(path) if _is_export(path) else load_model(path)[0]
+    loaded = load_export(path) if is_export(path) else load_model(path)[0]
     with torch.device("meta"):
         model = TransformerVQ(config.model)
     model.load_state_dict(loaded.state_dict(), assign=True)
@@ -148,7 +143,7 @@ def _name(tokenizer: Tokenizer | None) -> str:
 
 
 def _tokenizer(folder: Path) -> Tokenizer:
-    return load_tokenizer(folder) if _is_export(folder) else read_tokenizer(folder)
+    return load_tokenizer(folder) if is_export(folder) else read_tokenizer(folder)
 
 
 def _existing(init_from: str | os.PathLike[str]) -> Path:
@@ -162,20 +157,6 @@ def _existing(init_from: str | os.PathLike[str]) -> Path:
     )
 
 
-def _is_export(folder: Path) -> bool:
-    """Return whether a folder is an export of ours; its config.json names the model type."""
-    if not folder.is_dir():
-        return False
-    values = read_json(folder / CONFIG)
-    kind = values.get("model_type") if isinstance(values, dict) else None
-    if kind not in (None, MODEL_TYPE):
-        raise CheckpointError(
-            f"--train.init-from {folder} is a model of type {kind!s:.40}; only {MODEL_TYPE} "
-            "models can be fine-tuned"
-        )
-    return kind is not None
-
-
 def _config_of_file(path: Path) -> ModelConfig:
     """Return the config in the metadata of a model file, without reading its tensors."""
     try:
@@ -186,72 +167,3 @@ def _config_of_file(path: Path) -> ModelConfig:
             f"--train.init-from {path} is not a model file; give one that TransformerVQ.save wrote"
         ) from error
     return ModelConfig.from_dict(config)
-
-
-def _exported_config(folder: Path) -> ModelConfig:
-    values = read_json(folder / CONFIG)
-    names = {f.name for f in fields(ModelConfig)}
-    return ModelConfig.from_dict({name: x for name, x in values.items() if name in names})
-
-
-def _load_export(folder: Path) -> TransformerVQ:
-    """Return the model of an exported folder; raises CheckpointError if a file is corrupt.
-
-    Folders that transformers saved are accepted as well, in any dtype and number of shards.
-    """
-    _check_files(folder)
-    _check_architecture(folder)
-    names = [MODEL]
-    # transformers reads the index only if the single file does not exist.
-    if (folder / INDEX).is_file() and not (folder / MODEL).is_file():
-        names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        try:
-            with safe_open(folder / name, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118
-                    name_here = key.removeprefix("model.").removeprefix("lm_")
-                    tensors[name_here] = file.get_tensor(key).clone()
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{folder / name} is missing or corrupt ({error}); export the model again"
-            ) from error
-    with torch.device("meta"):
-        model = TransformerVQ(_exported_config(folder))
-    wanted = model.state_dict()
-    wrong = sorted(
-        name
-        for name in wanted.keys() | tensors.keys()
-        if getattr(wanted.get(name), "shape", None) != getattr(tensors.get(name), "shape", None)
-    )
-    if wrong:
-        raise CheckpointError(
-            f"{folder} does not contain the tensors of its config: {wrong[0]} and {len(wrong) - 1} "
-            "more are missing, unknown or of another shape; export the model again"
-        )
-    as_float = {n: x.float() if x.is_floating_point() else x for n, x in tensors.items()}
-    model.load_state_dict(as_float, assign=True)
-    return model
-
-
-def _check_architecture(folder: Path) -> None:
-    """Raise CheckpointError if transformers saved a model with another head."""
-    named = read_json(folder / CONFIG).get("architectures") or [ARCHITECTURE]
-    if ARCHITECTURE not in named:
-        raise CheckpointError(
-            f"--train.init-from {folder} is a {named[0]!s:.60}; only {ARCHITECTURE} has the output "
-            "head that training needs"
-        )
-
-
-def _check_files(folder: Path) -> None:
-    """Raise CheckpointError if a file differs from the checksums that the export recorded."""
-    if not (folder / CHECKSUMS).is_file():
-        return
-    try:
-        recorded: dict[str, Any] = read_verified_json(folder / CHECKSUMS)["files"]
-        wrong = [name for name, digest in recorded.items() if file_digest(folder / name) != digest]
-    except CorruptFileError as error:
-        raise CheckpointError(f"{error}; export the model again") from error
-    if wrong:
-        raise CheckpointError(f"{folder / wrong[0]} is corrupt; export the model again")

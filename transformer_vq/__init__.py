@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformer_vq.generation.decode import generate, stream
     from transformer_vq.generation.export import export_onnx, export_program
     from transformer_vq.generation.images import sample_images, save_grid
+    from transformer_vq.generation.inspection import Inspection, inspect_tokens
     from transformer_vq.generation.prefill import Context, prefill
     from transformer_vq.generation.sampling import Sampling
     from transformer_vq.generation.snapshot import load_context, save_context
@@ -57,6 +58,7 @@ _MODULES = {
     "generation.decode": "generate stream",
     "generation.export": "export_onnx export_program",
     "generation.images": "sample_images save_grid",
+    "generation.inspection": "Inspection inspect_tokens",
     "generation.prefill": "Context prefill",
     "generation.sampling": "Sampling",
     "generation.snapshot": "load_context save_context",
@@ -93,6 +95,7 @@ __all__ = [  # noqa: RUF022
     "DataConfig",
     "Evaluation",
     "FullAttention",
+    "Inspection",
     "LoadedRun",
     "ModelConfig",
     "ModelOutput",
@@ -119,6 +122,7 @@ __all__ = [  # noqa: RUF022
     "export_program",
     "generate",
     "generate_text",
+    "inspect_tokens",
     "load_context",
     "load_official",
     "load_run",

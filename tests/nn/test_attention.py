@@ -175,7 +175,7 @@ def test_the_sinusoid_mask_is_inverted_dropout_on_the_table():
     q = torch.randn(1, 1, 1, 3, D_K, dtype=torch.float64)
     table, keep = layer.sinusoids(layer.init_state(1), 1), torch.rand(L + 1, D_MODEL) < 0.75
     r = (table * keep / 0.75) @ layer.r_proj.weight.T * D_K**-0.25
-    assert_close("scores", layer._by_distance(q, table, keep), q @ r.T)
+    assert_close("scores", layer.by_distance(q, table, keep), q @ r.T)
 
 
 @pytest.mark.parametrize(

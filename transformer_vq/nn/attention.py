@@ -142,12 +142,12 @@ class VQAttention(AttentionLayer):
     def _segment(self, inputs: LayerInputs, state: AttentionState) -> AttentionOutput:
         """Project, quantize and attend for one segment."""
         x_tilde, packing = self.norm(inputs.x), inputs.packing
-        q_content, q_position = self._queries(x_tilde)
+        q_content, q_position = self.queries(x_tilde)
         k, v = self._keys_and_values(x_tilde)
         valid = None if packing is None else packing.valid
         quantized = self.quantizer(k, valid, inputs.key_priority)
         k_hat, z, codebook = quantized.k_hat, quantized.z, quantized.codebook
-        by_distance = self._by_distance(q_position, inputs.sinusoids, state.sinusoid_mask)
+        by_distance = self.by_distance(q_position, inputs.sinusoids, state.sinusoid_mask)
         if self.exchange is not None and self._is_sharded():
             shard = AttentionInputs(q_content, k_hat, z, v, codebook, by_distance, packing)
             state = self.exchange(shard, state)
@@ -232,13 +232,13 @@ class FullAttention(AttentionLayer):
 
     def _segment(self, inputs: LayerInputs, state: AttentionState) -> AttentionOutput:
         x_tilde, packing = self.norm(inputs.x), inputs.packing
-        q_content, q_position = self._queries(x_tilde)
+        q_content, q_position = self.queries(x_tilde)
         k, v = self._keys_and_values(x_tilde)
         n_past, seq_len = state.k.shape[-2], inputs.x.shape[1]
         k_all = torch.cat([state.k.to(k.dtype), k], dim=-2)
         v_all = torch.cat([state.v.to(v.dtype), v], dim=-2)
         mask = self._sinusoid_mask(state, n_past + seq_len)
-        bias = causal_bias(self._by_distance(q_position, inputs.sinusoids, mask))
+        bias = causal_bias(self.by_distance(q_position, inputs.sinusoids, mask))
         length = None
         if packing is not None:
             length = packing.length

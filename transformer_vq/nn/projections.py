@@ -172,7 +172,7 @@ class AttentionLayer(nn.Module):
         """Return x_tilde, the normalized input of the layer."""
         return rms_norm(x) if self.config.norm_input else x
 
-    def _queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries for content, q + u, and for position, q + v: [b, h, g, t, k] each."""
         q = self.q_proj(x).unflatten(-1, (self.n_kv_head, self.n_group, self.d_k))
         q = rms_norm(q).permute(0, 2, 3, 1, 4)
@@ -191,7 +191,7 @@ class AttentionLayer(nn.Module):
         y: Tensor = self.o_proj(o if self.g_proj is None else gated(o, self.g_proj(x)))
         return y
 
-    def _by_distance(self, q: Tensor, sinusoids: Tensor, mask: Tensor | None) -> Tensor:
+    def by_distance(self, q: Tensor, sinusoids: Tensor, mask: Tensor | None) -> Tensor:
         """Return the positional scores of each query for each distance: [b, h, g, t, d]."""
         table = sinusoids if mask is None else sinusoids * mask / (1 - self.config.p_dropsin)
         table = table.to(q.dtype)

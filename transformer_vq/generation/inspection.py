@@ -1,0 +1,226 @@
+"""Inspection: surprisal of every token, codes of every key, and where attention goes.
+
+The model runs on one block of tokens at a time. A forward hook on every attention layer recomputes
+the weights of that block, which the layer itself does not keep: over its own block, the previous
+block and the codes of the cache. So time and memory are linear in the length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from operator import index
+from threading import get_ident
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from transformer_vq.device import evaluating
+from transformer_vq.errors import UserError
+from transformer_vq.nn.attention import VQAttention
+from transformer_vq.nn.model import ModelOutput, TransformerVQ
+from transformer_vq.nn.projections import AttentionOutput
+from transformer_vq.nn.state import ModelState
+from transformer_vq.ops.position import local_bias
+from transformer_vq.ops.quadratic import attention_weights
+from transformer_vq.ops.state import AttentionState
+
+
+@dataclass(frozen=True)
+class LayerInspection:
+    """Codes and attention weights of one attention layer, for h key heads and t tokens.
+
+    Weights are averages over the query heads of a key head. Blocks start at the first token. The
+    shares `own_block`, `previous_block` and `cache` sum to 1.
+    """
+
+    codes: Tensor
+    """[h, t] of int64: the code of every key."""
+    own_block: Tensor
+    """[h, t]: share of the attention weight on the token's own block, up to the token itself."""
+    previous_block: Tensor
+    """[h, t]: share on the block before it."""
+    cache: Tensor
+    """[h, t]: share on everything older, the compressive cache."""
+    top_codes: Tensor
+    """[h, t, n] of int64: codes of the cache with the most weight, in descending order.
+
+    Ignore codes with weight 0, which fill the list if the cache has fewer codes.
+    """
+    top_weights: Tensor
+    """[h, t, n]: weight of each of these codes, the sum over its tokens."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; weights have 4 decimals."""
+        return {name: _plain(x, decimals=4) for name, x in vars(self).items()}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result of `inspect_tokens`; all tensors are on the CPU."""
+
+    surprisal: Tensor
+    """[t]: bits of each token given all tokens before it; NaN for the first one."""
+    layers: tuple[LayerInspection, ...]
+    """One per attention layer, from the input to the output."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON; surprisal has 3 decimals, and None instead of NaN."""
+        surprisal = _plain(self.surprisal, decimals=3)
+        return {
+            "surprisal": [x if math.isfinite(x) else None for x in surprisal],
+            "layers": [layer.to_dict() for layer in self.layers],
+        }
+
+
+def inspect_tokens(model: TransformerVQ, tokens: Sequence[int], *, n_codes: int = 5) -> Inspection:
+    """Return surprisal, codes and attention weights of a sequence, in linear time and memory.
+
+    tokens: token ids of one sequence from its start, usually the tokenizer's `bos`. n_codes: number
+    of codes of the cache to list per token, at most `n_code` of the model. The model runs without
+    dropout, and its training mode is restored.
+    """
+    ids = _token_ids(tokens, model.config.vocab_size)
+    if n_codes < 1:
+        raise UserError(f"n_codes={n_codes}: must be at least 1")
+    layers = [branch for branch in model.branches if isinstance(branch, VQAttention)]
+    if not layers:
+        raise UserError("a model with attention='full' has no codes to inspect; use attention='vq'")
+    ids = ids.to(next(model.parameters()).device)
+    block_len: int = model.config.block_len
+    blocks: list[list[LayerInspection]] = [[] for _ in layers]
+    surprisal = [torch.full((1,), torch.nan)]
+    state: ModelState | None = None
+    with evaluating(model), ExitStack() as hooks:
+        for layer, of_layer in zip(layers, blocks, strict=True):
+            hook = _recorder(of_layer, n_codes)
+            hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
+        for start in range(0, len(ids), block_len):
+            stop = start + block_len
+            output: ModelOutput = model(ids[start:stop].unsqueeze(0), state)
+            state = output.state
+            targets = ids[start + 1 : stop + 1].to(output.logits.device)
+            logits = output.logits[0, : len(targets)]  # the last token has no target
+            nats = F.cross_entropy(logits, targets, reduction="none")
+            surprisal.append((nats / math.log(2)).cpu())
+    return Inspection(torch.cat(surprisal), tuple(map(_join, blocks)))
+
+
+def positions_with_same_code(
+    inspection: Inspection, layer: int, head: int, position: int
+) -> list[int]:
+    """Return the earlier positions whose keys have the code of this position, in one key head.
+
+    Attention cannot tell these tokens apart by their keys once they are in the cache.
+    """
+    n_head, n_tokens = inspection.layers[0].codes.shape
+    sizes = {"layer": len(inspection.layers), "head": n_head, "position": n_tokens}
+    for (name, size), given in zip(sizes.items(), (layer, head, position), strict=True):
+        if not 0 <= given < size:
+            raise UserError(f"{name}={given}: choose 0 to {size - 1}")
+    codes = inspection.layers[layer].codes[head]
+    found: list[int] = (codes[:position] == codes[position]).nonzero().flatten().tolist()
+    return found
+
+
+def _token_ids(tokens: Sequence[int], vocab_size: int) -> Tensor:
+    """Return the tokens as a tensor of int64; raise UserError if the model cannot use them."""
+    try:
+        ids = [index(token) for token in tokens]
+    except TypeError as error:
+        raise UserError(
+            "tokens must be a sequence of token ids; use tokenizer.encode(text) for text"
+        ) from error
+    if not ids:
+        raise UserError("there are no tokens to inspect; start with the tokenizer's bos")
+    for token in (min(ids), max(ids)):
+        if not 0 <= token < vocab_size:
+            raise UserError(
+                f"token {token} is outside the vocabulary of {vocab_size}; use the tokenizer of "
+                "this model"
+            )
+    return torch.tensor(ids)
+
+
+def _recorder(blocks: list[LayerInspection], n_codes: int) -> Callable[..., None]:
+    """Return a forward hook that appends the inspection of each block of a layer."""
+
+    thread = get_ident()
+
+    def record(
+        layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: AttentionOutput
+    ) -> None:
+        if get_ident() != thread:  # the model may be in use elsewhere, as in a server
+            return
+        assert isinstance(layer, VQAttention)
+        x, before = args
+        blocks.append(_block(layer, x, kwargs["sinusoids"], before, output.state, n_codes))
+
+    return record
+
+
+def _block(
+    layer: VQAttention,
+    x: Tensor,
+    sinusoids: Tensor,
+    before: AttentionState,
+    after: AttentionState,
+    n_codes: int,
+) -> LayerInspection:
+    """Return the inspection of one block: the weights of Theorem 3.7 instead of its output.
+
+    x: [1, i, d_model] input of the layer, before, after: its state before and after the block. The
+    window of the state before is the previous block, because all calls start where a block starts.
+    """
+    n_token, n_code, window_len = x.shape[1], layer.config.n_code, before.k.shape[-2]
+    assert after.z is not None
+
+    # 1. Queries, and the quantized keys of the previous block and of this one.
+    q, q_position = layer.queries(layer.norm(x))
+    k_local = torch.cat([before.k, after.k[..., -n_token:, :]], dim=-2)
+
+    # 2. Scores of the codes and of the local keys.
+    older = -torch.inf if before.cache is None else 0.0
+    bias = local_bias(layer.by_distance(q_position, sinusoids, None), older)  # [b, h, g, i, L + i]
+    codebook = layer.quantizer.codebook.to(q.dtype)
+    scores_cache = torch.einsum("bhgik,hsk->bhgis", q, codebook)
+    scores_local = torch.einsum("bhgik,bhjk->bhgij", q, k_local.to(q.dtype)) + bias
+
+    # 3. The number of keys behind each column: tokens of a code, and 0 for an empty slot.
+    present = k_local.new_ones(k_local.shape[:-1], dtype=torch.int64)  # [b, h, L + i]
+    present[..., :window_len] = before.window_valid.unsqueeze(1)
+    no_cache = present.new_zeros(*present.shape[:2], n_code)
+    count = no_cache if before.cache is None else before.cache.count
+    multiplicity = torch.cat([count, present], dim=-1).unsqueeze(2)
+
+    # 4. One softmax over all columns, averaged over the query heads: [h, i, s + L + i].
+    scores = torch.cat([scores_cache, scores_local], dim=-1)
+    weights = attention_weights(scores, None, multiplicity).mean(2).squeeze(0)
+    of_codes, previous, own = weights.split([n_code, window_len, n_token], dim=-1)
+    top = of_codes.topk(min(n_codes, n_code), dim=-1)
+    return LayerInspection(
+        codes=after.z[0, :, -n_token:].cpu(),
+        own_block=own.sum(-1).cpu(),
+        previous_block=previous.sum(-1).cpu(),
+        cache=of_codes.sum(-1).cpu(),
+        top_codes=top.indices.cpu(),
+        top_weights=top.values.cpu(),
+    )
+
+
+def _join(blocks: list[LayerInspection]) -> LayerInspection:
+    """Return one inspection for consecutive blocks of a layer."""
+    columns = zip(*(vars(block).values() for block in blocks), strict=True)
+    return LayerInspection(*(torch.cat(column, dim=1) for column in columns))
+
+
+def _plain(x: Tensor, decimals: int) -> list[Any]:
+    """Return nested lists; floating-point numbers are rounded."""
+    values: list[Any] = (
+        x.double().round(decimals=decimals) if x.is_floating_point() else x
+    ).tolist()
+    return values

@@ -5,9 +5,10 @@ STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-for-demo
 DOCS_STAMP := $(VENV)/.installed-for-docs
 CLIENTS_STAMP := $(VENV)/.installed-for-clients
+BROWSER_STAMP := $(VENV)/.installed-for-browser
 PYTEST := $(BIN)/pytest -q -n auto
 
-.PHONY: help install test test-all transformers-tests demo bench docs docs-serve figures clean
+.PHONY: help install test test-all test-browser transformers-tests demo bench docs docs-serve figures clean
 .DEFAULT_GOAL := help
 
 help:  ## show the targets
@@ -18,7 +19,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,data,config,image,log,compress,hf]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,data,config,image,log,compress,hf,serve]'
 	@touch $@
 
 $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
@@ -34,6 +35,10 @@ $(CLIENTS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,clients]'
 	@touch $@
 
+$(BROWSER_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
+	@touch $@
+
 install: $(STAMP)  ## create .venv with the pinned versions
 
 test: $(STAMP)  ## run the linter, the type checker and the tests
@@ -45,6 +50,12 @@ test: $(STAMP)  ## run the linter, the type checker and the tests
 test-all: test $(CLIENTS_STAMP)  ## run all tests, including slow ones and client libraries
 	$(PYTEST) -m slow
 	$(PYTEST) tests/clients
+
+test-browser: $(BROWSER_STAMP)  ## test the page of `tvq serve` in a browser
+	@command -v chromium || command -v chromium-browser || command -v google-chrome \
+		|| $(BIN)/playwright install chromium \
+		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
+	$(BIN)/pytest -q tests/browser
 
 transformers-tests: $(CLIENTS_STAMP)  ## run the common tests of transformers against our models
 	$(BIN)/python tests/clients/transformers_suite.py

@@ -9,10 +9,12 @@ from __future__ import annotations
 import shlex
 
 EXTRAS = {
+    "fastapi": "serve",
     "lm-eval": "clients",
     "matplotlib": "plot",
     "onnxscript": "onnx",
     "pillow": "image",
+    "prometheus-client": "serve",
     "pyarrow": "data",
     "pyppmd": "compress",
     "pyyaml": "config",
@@ -20,6 +22,7 @@ EXTRAS = {
     "tensorboard": "log",
     "tokenizers": "text",
     "transformers": "hf",
+    "uvicorn": "serve",
     "zstandard": "data",
 }
 OUT_OF_MEMORY_SIGNS = ("allocate memory", "bad_alloc", "memory object")  # torch, libstdc++, oneDNN

@@ -141,6 +141,7 @@ def test_a_saved_copy_gives_the_same_ids(pair, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_the_tokenizer_loads_without_this_package(exported):
     ours, folder = exported
     program = (

@@ -86,6 +86,7 @@ def test_remote_code_loads_all_classes_and_is_saved_again(saved, tmp_path):
     assert [path.name for path in again.glob("*.py")] == [FILE]
 
 
+@pytest.mark.slow
 def test_missing_package_is_reported_in_one_line_with_the_fix(saved, tmp_path):
     program = """
         import transformers

@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "resume": ("transformer_vq.cli.resume", "resume a run from its newest checkpoint"),
     "eval": ("transformer_vq.cli.eval", "evaluate a run: bits per byte, word-level perplexity"),
     "sample": ("transformer_vq.cli.sample", "generate text or images"),
+    "serve": ("transformer_vq.cli.serve", "serve a model: OpenAI API, and a page to try it"),
     "prepare": ("transformer_vq.cli.prepare", "tokenize a dataset; download enwik8"),
     "export": ("transformer_vq.cli.export", "export a run to Hugging Face transformers"),
     "info": ("transformer_vq.cli.info", "show parameters, FLOPs, state size and memory"),

@@ -104,6 +104,17 @@ class HFTokenizer:
         """The SHA-256 of the tokenizer.json file that `save` writes."""
         return hashlib.sha256(self._file).hexdigest()
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The special tokens of the vocabulary by name, such as those that chat templates write."""
+        added = self._model.get_added_tokens_decoder()
+        named = (self.settings.bos_token, self.settings.eos_token)
+        return {
+            name: token
+            for token, name in self._names.items()
+            if name in named or (token in added and added[token].special)
+        }
+
     def token_name(self, token: int) -> str:
         """Return the name of a token in the vocabulary."""
         return self._names[token]

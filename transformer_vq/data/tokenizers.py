@@ -86,6 +86,11 @@ class ByteTokenizer:
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         return names if self.eod is None else [*names, "<|endoftext|>"]
 
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The token after each document by name, as chat templates write it."""
+        return {} if self.eod is None else {self.pieces[self.eod]: self.eod}
+
     def encode(self, text: str) -> list[int]:
         return list(utf8(text))
 

@@ -55,6 +55,12 @@ class Decoder:
         self._position += 1
         return self.model.logits(self.model.finish(x))
 
+    def write_row_(self, row: int, state: ModelState) -> None:
+        """Replace the state of one row by another state of one row; VQ attention only."""
+        self._position[row] = state.position[0]
+        for layer, part in zip(self._layers.values(), state.detach().layers, strict=True):
+            layer.write_row_(row, part)
+
     def state(self) -> ModelState:
         """Return a copy of the state, for `forward` or another decoder."""
         return ModelState(tuple(layer.state() for layer in self._layers.values()))
@@ -99,6 +105,10 @@ class _Layer:
         """Attend and advance the state. q_*: [b, h, g, k], k: [b, h, k], v: [b, h, v]."""
         raise NotImplementedError
 
+    def write_row_(self, row: int, state: AttentionState) -> None:
+        """Replace one row of the state."""
+        raise NotImplementedError
+
     def state(self) -> AttentionState:
         """Return a copy of the state."""
         raise NotImplementedError
@@ -119,6 +129,9 @@ class _VQLayer(_Layer):
         by_distance = q_position @ self.r.mT
         inputs = AttentionInputs(q_content, k_hat, z, v, codebook, by_distance)
         return attend_one_(inputs, self.ring)
+
+    def write_row_(self, row: int, state: AttentionState) -> None:
+        self.ring.write_row_(row, state)
 
     def state(self) -> AttentionState:
         return self.ring.state()

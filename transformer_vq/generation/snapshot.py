@@ -22,31 +22,49 @@ class SnapshotError(UserError):
     """A snapshot that is corrupt or belongs to another model."""
 
 
+class Snapshots:
+    """Saves and loads contexts of one model, whose identity is computed once.
+
+    The model must not change meanwhile.
+    """
+
+    def __init__(self, model: TransformerVQ) -> None:
+        self._model = model
+        self.identity = _identity(model)
+
+    def save(self, path: Path, context: Context) -> None:
+        """Write logits, state and the identity of the model to one file, atomically."""
+        tensors = {"logits": context.logits} | context.state.to_tensors()
+        write_tensors(path, tensors, self.identity)
+
+    def load(self, path: Path) -> Context:
+        """Load a context; raise SnapshotError for other files, and for those of other models."""
+        try:
+            tensors, metadata = read_tensors(path)
+        except CorruptFileError as error:
+            raise SnapshotError(f"{error}; write the snapshot again with --save-state") from error
+        if "logits" not in tensors or "config" not in metadata:
+            raise SnapshotError(f"{path} is not a snapshot; write one with --save-state")
+        for part, value in self.identity.items():
+            if metadata.get(part) != value:
+                raise SnapshotError(
+                    f"{path} was written by another model ({part} differ); write it again with "
+                    "--save-state"
+                )
+        _check(path, tensors, self._model)
+        device = next(self._model.parameters()).device
+        state = ModelState.from_tensors(tensors).to(device)
+        return Context(tensors["logits"].to(device), state)
+
+
 def save_context(path: str | os.PathLike[str], model: TransformerVQ, context: Context) -> None:
     """Write logits, state and the identity of the model to one safetensors file, atomically."""
-    tensors = {"logits": context.logits} | context.state.to_tensors()
-    write_tensors(Path(path), tensors, _identity(model))
+    Snapshots(model).save(Path(path), context)
 
 
 def load_context(path: str | os.PathLike[str], model: TransformerVQ) -> Context:
     """Load the context that `save_context` wrote; reject files from another model."""
-    path = Path(path)
-    try:
-        tensors, metadata = read_tensors(path)
-    except CorruptFileError as error:
-        raise SnapshotError(f"{error}; write the snapshot again with --save-state") from error
-    if "logits" not in tensors or "config" not in metadata:
-        raise SnapshotError(f"{path} is not a snapshot; write one with --save-state")
-    for part, value in _identity(model).items():
-        if metadata.get(part) != value:
-            raise SnapshotError(
-                f"{path} was written by another model ({part} differ); write it again with "
-                "--save-state"
-            )
-    _check(path, tensors, model)
-    device = next(model.parameters()).device
-    state = ModelState.from_tensors(tensors).to(device)
-    return Context(tensors["logits"].to(device), state)
+    return Snapshots(model).load(Path(path))
 
 
 def _check(path: Path, tensors: dict[str, Tensor], model: TransformerVQ) -> None:

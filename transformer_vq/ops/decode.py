@@ -49,10 +49,26 @@ class Ring:
             slot=torch.zeros(1, dtype=torch.int64, device=state.k.device),
         )
 
+    def write_row_(self, row: int, state: AttentionState) -> None:
+        """Replace one row by a state of one row, at the places of the current slot."""
+        assert state.z is not None
+        order = self._order()
+        self.k[row].index_copy_(-2, order, state.k[0])
+        self.v[row].index_copy_(-2, order, state.v[0])
+        self.z[row].index_copy_(-1, order, state.z[0])
+        self.position[row] = state.position[0]
+        if self.cache is not None and state.cache is not None:
+            self.cache.mean[row] = state.cache.mean[0]
+            self.cache.count[row] = state.cache.count[0]
+
+    def _order(self) -> Tensor:
+        """Return the slots of the window, from the oldest token to the newest."""
+        n_slots = self.k.shape[-2]
+        return (self.slot + torch.arange(1, n_slots, device=self.slot.device)) % n_slots
+
     def state(self) -> AttentionState:
         """Return a copy as an attention state."""
-        n_slots = self.k.shape[-2]
-        order = (self.slot + torch.arange(1, n_slots, device=self.slot.device)) % n_slots
+        order = self._order()
         return AttentionState(
             k=self.k.index_select(-2, order),
             v=self.v.index_select(-2, order),

@@ -1,0 +1,209 @@
+"""POST /v1/completions and /v1/chat/completions: texts of the library, streams, and bad input."""
+
+import pytest
+import torch
+from servers import TOKENIZER, a_service, running, sampled
+
+from transformer_vq import Sampling, prefill
+from transformer_vq.generation.text import sample_text
+
+
+def test_completion_is_the_text_of_the_library(client, service):
+    found = client.complete(model="small", prompt="It was", max_tokens=20, seed=5, temperature=0.8)
+    (want,) = sampled(service, "It was", 20, 5, temperature=0.8)
+    (choice,) = found["choices"]
+    assert choice["text"] == want
+    assert choice["finish_reason"] in ("stop", "length")
+    assert found["object"] == "text_completion"
+    assert found["model"] == "small"
+    assert found["usage"]["prompt_tokens"] == 7
+    assert found["usage"]["total_tokens"] == 7 + found["usage"]["completion_tokens"]
+
+
+def test_several_prompts_and_samples_have_their_own_index(client, service):
+    found = client.complete(prompt=["one", "two"], n=3, max_tokens=8, seed=1)
+    texts = [choice["text"] for choice in found["choices"]]
+    assert texts == sampled(service, "one", 8, 1, n=3) + sampled(service, "two", 8, 1, n=3)
+    assert [choice["index"] for choice in found["choices"]] == list(range(6))
+    assert found["usage"]["prompt_tokens"] == 8
+
+
+def test_tokens_are_accepted_as_prompts(client):
+    tokens = [TOKENIZER.bos, *b"It was"]
+    as_text = client.complete(prompt="It was", seed=2)
+    as_tokens = client.complete(prompt=tokens, seed=2)
+    as_list = client.complete(prompt=[tokens], seed=2)
+    texts = {found["choices"][0]["text"] for found in (as_text, as_tokens, as_list)}
+    assert len(texts) == 1
+
+
+def test_empty_prompt_starts_a_document(client, service):
+    want = sample_text(
+        service.engine.model,
+        TOKENIZER,
+        prefill(service.engine.model, [[TOKENIZER.bos]]),
+        9,
+        Sampling(),
+        seed=4,
+    )
+    for prompt in ({}, {"prompt": ""}):
+        assert client.complete(max_tokens=9, seed=4, **prompt)["choices"][0]["text"] == want[0].text
+
+
+def test_stream_has_the_same_text_and_ends_with_usage(client):
+    body = {"prompt": "It was", "max_tokens": 20, "seed": 5, "n": 2}
+    want = client.complete(**body)
+    *chunks, last = client.stream(**body, stream_options={"include_usage": True})
+    texts, reasons = ["", ""], [None, None]
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+        reasons[choice["index"]] = choice["finish_reason"]
+    assert texts == [choice["text"] for choice in want["choices"]]
+    assert reasons == [choice["finish_reason"] for choice in want["choices"]]
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == want["usage"]["completion_tokens"]
+    assert len(chunks) > 10
+
+
+def test_echo_and_log_probabilities_are_those_of_the_model(client, service):
+    body = {"prompt": "It was", "max_tokens": 3, "seed": 5, "echo": True, "logprobs": 2}
+    (choice,) = client.complete(**body)["choices"]
+    assert choice["text"].startswith("It was")
+    found = choice["logprobs"]
+    scores = service.engine.model(torch.tensor([[TOKENIZER.bos, *b"It was"]])).logits[0]
+    want = scores.detach().log_softmax(-1)
+    assert found["tokens"][:7] == ["", *"It was"]
+    assert found["token_logprobs"][0] is None
+    for i, byte in enumerate(b"It was"):
+        assert found["token_logprobs"][i + 1] == pytest.approx(float(want[i, byte]), abs=1e-4)
+        assert len(found["top_logprobs"][i + 1]) <= 2
+    assert found["text_offset"][:8] == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert len(found["tokens"]) == 10
+    streamed = client.stream(**body)
+    names = [x for chunk in streamed for x in chunk["choices"][0]["logprobs"]["tokens"]]
+    assert names == found["tokens"]
+
+
+def test_no_new_tokens_only_scores_the_prompt(client):
+    found = client.complete(prompt="abc", max_tokens=0, echo=True, logprobs=0)
+    (choice,) = found["choices"]
+    assert choice["text"] == "abc"
+    assert len(choice["logprobs"]["tokens"]) == 4
+    assert client.complete(prompt="abc", max_tokens=0)["choices"][0]["text"] == ""
+
+
+def test_stop_string_across_tokens(client):
+    (text,) = [x["text"] for x in client.complete(prompt="x", max_tokens=60, seed=1)["choices"]]
+    word = next(text[i : i + 2] for i in range(3, 50) if text[i : i + 2].isascii())
+    found = client.complete(prompt="x", max_tokens=60, seed=1, stop=[word, "never"])
+    (choice,) = found["choices"]
+    assert choice["text"] == text[: text.index(word)]
+    assert choice["finish_reason"] == "stop"
+    streamed = client.stream(prompt="x", max_tokens=60, seed=1, stop=word)
+    assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == choice["text"]
+
+
+def test_prompt_that_was_read_before_is_cached(client):
+    prompt = "a prompt that only this test uses"
+    first, second = (client.complete(prompt=prompt, seed=1) for _ in range(2))
+    n = len(prompt) + 1
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == n
+    assert first["choices"] == second["choices"]
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'x' %}{{ raise_exception('no x') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_chat_uses_the_template_of_the_tokenizer(tmp_path):
+    service = a_service(tmp_path, chat_template=TEMPLATE)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
+    end = TOKENIZER.eod
+    prompt = [TOKENIZER.bos, *b"system: Be brief.", end, *b"user: Hi", end, *b"assistant: "]
+    with running(service) as client:
+        body = {"messages": messages, "max_tokens": 12, "seed": 3}
+        want = client.complete(prompt=prompt, max_tokens=12, seed=3)
+        status, _, found = client.post("/v1/chat/completions", body | {"logprobs": True})
+        assert status == 200
+        (choice,) = found["choices"]
+        assert choice["message"]["content"] == want["choices"][0]["text"]
+        assert choice["finish_reason"] == want["choices"][0]["finish_reason"]
+        assert found["usage"]["prompt_tokens"] == len(prompt)
+        n_scored = len(choice["logprobs"]["content"])
+        assert n_scored == found["usage"]["completion_tokens"] - (choice["finish_reason"] == "stop")
+        chunks = client.stream("/v1/chat/completions", **body)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert deltas[0]["role"] == "assistant"
+        assert "".join(x["content"] for x in deltas) == choice["message"]["content"]
+        for wrong, says in (
+            ({"messages": []}, "messages"),
+            ({"messages": [{"role": "x", "content": ""}]}, "no x"),
+            ({"messages": messages, "top_logprobs": 2}, "logprobs is not true"),
+            ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
+            ({"messages": messages, "max_tokens": 0}, "max_tokens"),
+        ):
+            status, _, found = client.post("/v1/chat/completions", wrong)
+            assert status == 400
+            assert says in found["error"]["message"]
+
+
+def test_chat_without_a_template_is_a_clear_error(client):
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    status, _, found = client.post("/v1/chat/completions", body)
+    assert (status, found["error"]["code"]) == (400, "no_chat_template")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        ({"max_tokens": -1}, 400, "max_tokens: should be greater than or equal to 0"),
+        ({"max_tokens": 10**9}, 400, "max_tokens: must be at most 65,536"),
+        ({"max_tokens": "5"}, 400, "max_tokens: should be a valid integer"),
+        ({"max_tokens": 2.5}, 400, "max_tokens"),
+        ({"model": "gpt-4"}, 404, "the model 'gpt-4' does not exist"),
+        ({"prompt": {"a": 1}}, 400, "prompt: give a text"),
+        ({"prompt": []}, 400, "prompt: give a text"),
+        ({"prompt": [1.5]}, 400, "prompt: every entry"),
+        ({"prompt": [True]}, 400, "prompt: every entry"),
+        ({"prompt": [["a"]]}, 400, "prompt: every entry"),
+        ({"prompt": [257]}, 400, "token ids must be from 0 to 256"),
+        ({"prompt": [-1]}, 400, "token ids must be from 0 to 256"),
+        ({"prompt": "\ud800"}, 400, "not valid Unicode"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"temperature": float("nan")}, 400, ""),
+        ({"top_p": 0}, 400, "top_p: should be greater than 0"),
+        ({"top_k": 0}, 400, "top_k"),
+        ({"n": 0}, 400, "n: should be greater than or equal to 1"),
+        ({"n": 100}, 400, "100 texts are requested"),
+        ({"stop": ""}, 400, "a stop string is empty"),
+        ({"stop": ["x"] * 17}, 400, "at most 16"),
+        ({"seed": -1}, 400, "seed"),
+        ({"logprobs": 21}, 400, "logprobs"),
+        ({"suffix": "x"}, 400, "suffix is not supported"),
+        ({"best_of": 2}, 400, "best_of is not supported"),
+        ({"presence_penalty": 1.0}, 400, "presence_penalty is not supported"),
+        ({"stream_options": {"include_usage": True}}, 400, "stream is not true"),
+        ({"max_token": 5}, 400, "max_token: is not a known field"),
+        ({"context": "ctx-1"}, 404, "the context 'ctx-1' does not exist"),
+        ({"context": "../../etc/passwd"}, 404, "does not exist"),
+        (b"{bad", 400, "not valid JSON"),
+        (b'{"prompt": "\xff"}', 400, ""),
+        (b"[1]", 400, ""),
+        (b"", 400, ""),
+    ],
+)
+def test_bad_input_has_a_status_and_one_sentence(client, body, status, says):
+    got, _, found = client.post("/v1/completions", body)
+    assert got == status, found
+    error = found["error"]
+    assert says in error["message"]
+    assert "\n" not in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}

@@ -1,0 +1,205 @@
+"""The engine: texts equal those of `sample_text`, whatever else is running."""
+
+import queue
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from engines import TOKENIZER, a_prompt, collect, make_engine, many_requests, solo, text_of
+
+from transformer_vq import ModelConfig, TransformerVQ, UserError
+from transformer_vq.generation.prefill import Context, prefill
+from transformer_vq.serve.engine import EngineStoppedError, QueueFullError
+from transformer_vq.serve.requests import Finished, NewToken, PromptRead, Request
+
+pytestmark = pytest.mark.usefixtures("short_segments")
+
+
+def test_texts_equal_those_of_the_library_while_others_come_and_go(model):
+    requests = many_requests()
+    for request, events in zip(requests, collect(make_engine(model), *requests), strict=True):
+        assert text_of(events) == solo(model, request)
+        assert events[-1].n_prompt == len(request.prompt)
+
+
+def test_every_request_ends_with_one_last_event(model):
+    for events in collect(make_engine(model), *many_requests()):
+        assert isinstance(events[0], PromptRead)
+        assert [isinstance(event, Finished) for event in events].count(True) == 1
+        assert events[-1].reason == "length"
+        assert events[-1].n_new == len(events) - 2
+
+
+def test_a_stop_string_ends_a_text_and_is_not_part_of_it(model):
+    text = solo(model, Request(a_prompt(9), 60, seed=3, stop_at_end=False))
+    word = text[7:10]
+    stopped = Request(a_prompt(9), 60, seed=3, stop_at_end=False, stop=(word,))
+    (events,) = collect(make_engine(model), stopped)
+    assert text_of(events) == text[: text.index(word)] == solo(model, stopped)
+    assert len(word) == 3
+    assert events[-1].reason == "stop"
+
+
+def test_the_end_of_the_document_ends_a_text(model):
+    request = Request(a_prompt(9), 60, seed=3)
+    ended, going = collect(make_engine(model), request, replace(request, stop_at_end=False))
+    assert ended[-1].reason == "stop"  # this seed draws the end of the document
+    assert ended[-1].n_new < 60
+    assert text_of(ended) == solo(model, request)
+    assert going[-1].reason == "length"
+    assert going[len(ended) - 1].token == TOKENIZER.eod
+
+
+def test_log_probabilities_are_those_of_the_model(model):
+    prompt = a_prompt(23)
+    request = Request(prompt, 6, seed=1, n_logprobs=3, scores_prompt=True)
+    read, *tokens, _ = collect(make_engine(model), request)[0]
+    new = [event.token for event in tokens]
+    with torch.no_grad():
+        logprobs = model(torch.tensor([[*prompt, *new]])).logits[0].log_softmax(-1)
+    assert read.scores[0] is None
+    assert len(read.scores) == len(prompt)
+    found = [*read.scores[1:], *(event.score for event in tokens)]
+    for i, score in enumerate(found):
+        assert score.token == [*prompt, *new][i + 1]
+        assert score.logprob == pytest.approx(float(logprobs[i, score.token]), abs=1e-5)
+        want, places = logprobs[i].topk(3)
+        assert [token for token, _ in score.top] == places.tolist()
+        assert [x for _, x in score.top] == pytest.approx(want.tolist(), abs=1e-5)
+
+
+def test_a_long_prompt_delays_others_by_one_segment_at_a_time(model):
+    engine = make_engine(model)
+    long, short, decoding = [], [], []
+    engine.submit(Request(a_prompt(10), 200), decoding.append)
+    engine.run_once()
+    engine.submit(Request(a_prompt(16 * 40), 1), long.append)
+    engine.run_once()
+    n_before = len(decoding)
+    engine.submit(Request(a_prompt(12, seed=1), 3), short.append)
+    for n_iterations in range(1, 6):
+        engine.run_once()
+        assert len(decoding) == n_before + n_iterations  # a token in every iteration
+    assert isinstance(short[-1], Finished)
+    assert not long
+
+
+def test_at_most_n_slots_requests_are_processed_and_others_wait_in_order(model):
+    engine = make_engine(model, n_slots=2)
+    events = [[] for _ in range(5)]
+    for i, found in enumerate(events):
+        engine.submit(Request(a_prompt(5, seed=i), 4 + i), found.append)
+    while engine.run_once():
+        assert engine.n_active <= 2
+    assert all(isinstance(found[-1], Finished) for found in events)
+
+
+def test_full_queue_is_refused(model):
+    engine = make_engine(model, n_slots=1, max_waiting=2)
+    for _ in range(2):
+        engine.submit(Request(a_prompt(5), 4), lambda event: None)
+    with pytest.raises(QueueFullError):
+        engine.submit(Request(a_prompt(5), 4), lambda event: None)
+
+
+@pytest.mark.parametrize("when", ["waiting", "reading", "decoding"])
+def test_cancelled_request_frees_its_slot(model, when):
+    engine = make_engine(model, n_slots=1)
+    first, events = [], []
+    if when == "waiting":
+        other = engine.submit(Request(a_prompt(5), 50), first.append)
+        engine.run_once()
+    generation = engine.submit(Request(a_prompt(60), 50), events.append)
+    for _ in range(9 if when == "decoding" else 2):
+        engine.run_once()
+    assert any(isinstance(e, NewToken) for e in events) == (when == "decoding")
+    generation.cancel()
+    engine.run_once()
+    assert events[-1].reason == "cancelled"
+    if when == "waiting":
+        other.cancel()
+        engine.run_once()
+    assert (engine.n_active, engine.n_waiting) == (0, 0)
+    assert engine.counters.finished["cancelled"] == 1 + (when == "waiting")
+
+
+def test_request_that_takes_too_long_ends(model):
+    engine = make_engine(model, n_slots=1)
+    events = []
+    engine.submit(Request(a_prompt(5), 10**6, deadline=time.monotonic() + 0.2), events.append)
+    while engine.run_once():
+        pass
+    assert events[-1].reason == "timeout"
+    assert events[-1].n_new > 0
+
+
+def test_failure_ends_only_the_requests_it_affects(model):
+    engine = make_engine(model)
+    good, bad = [], []
+    engine.submit(Request(a_prompt(5), 8), good.append)
+    engine.run_once()
+    engine.submit(Request([1, 2, 3000], 8), bad.append)  # a token that the model does not have
+    while engine.run_once():
+        pass
+    assert bad[-1].reason == "error"
+    assert bad[-1].error == "internal error"
+    assert good[-1].reason == "length"
+
+
+def test_thread_serves_many_clients(model):
+    engine = make_engine(model)
+    engine.start()
+    requests = many_requests()
+    found = {}
+
+    def client(i):
+        found[i] = engine.generate(requests[i])[0]
+
+    threads = [threading.Thread(target=client, args=(i,)) for i in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    engine.stop()
+    assert found == {i: solo(model, request) for i, request in enumerate(requests)}
+    with pytest.raises(EngineStoppedError):
+        engine.submit(requests[0], lambda event: None)
+
+
+def test_stop_finishes_what_it_can_and_cancels_the_rest(model):
+    engine = make_engine(model)
+    engine.start()
+    events = queue.SimpleQueue()
+    engine.submit(Request(a_prompt(5), 3), events.put)
+    engine.stop(seconds=30)
+    while not isinstance(event := events.get(timeout=5), Finished):
+        pass
+    assert event.reason == "length"
+
+    engine = make_engine(model)
+    engine.start()
+    engine.submit(Request(a_prompt(5), 10**7), events.put)
+    engine.stop(seconds=0)
+    while not isinstance(event := events.get(timeout=5), Finished):
+        pass
+    assert event.reason == "cancelled"
+
+
+def test_memory_of_a_slot_is_constant(model):
+    engine = make_engine(model)
+    n_bytes = engine.state_bytes
+    collect(engine, Request(a_prompt(300), 30))
+    assert engine.state_bytes == n_bytes
+    assert isinstance(prefill(model, [a_prompt(3)]), Context)
+    assert prefill(model, [a_prompt(300)]).state.n_bytes == n_bytes
+
+
+def test_full_attention_and_empty_prompts_are_refused(model):
+    config = ModelConfig(vocab_size=257, d_model=8, n_layer=1, d_k=8, attention="full")
+    full = TransformerVQ(config)
+    with pytest.raises(UserError, match="full attention"):
+        make_engine(full)
+    with pytest.raises(UserError, match="no tokens"):
+        make_engine(model).submit(Request([], 5), lambda event: None)

@@ -1,0 +1,120 @@
+"""The server around its routes: information, limits, keys, origins, lost clients."""
+
+import http.client
+import json
+import threading
+
+import pytest
+from servers import a_service, an_endless_service, running, wait_until
+
+from transformer_vq.serve.service import Limits
+
+
+def test_unknown_path_and_method_are_json_errors(client):
+    assert client.get("/v2/nothing")[0] == 404
+    assert "does not exist" in client.get("/v2/nothing")[2]["error"]["message"]
+    assert client.get("/v1/completions")[0] == 405
+    assert client.get("/page/../app.py")[0] == 404
+    assert client.get("/page/%2e%2e/app.py")[0] == 404
+
+
+def test_models_health_metrics_and_docs(client, service):
+    status, _, found = client.get("/v1/models")
+    assert (status, [model["id"] for model in found["data"]]) == (200, ["small"])
+    assert client.get("/v1/models/small")[2]["state_bytes"] == service.engine.state_bytes
+    assert client.get("/v1/models/other")[0] == 404
+    assert client.get("/health")[2]["status"] == "ok"
+    before = metric(client, "tvq_generated_tokens_total")
+    n_new = client.complete(prompt="x", max_tokens=7)["usage"]["completion_tokens"]
+    assert metric(client, "tvq_generated_tokens_total") == before + n_new
+    assert client.get("/openapi.json")[2]["info"]["title"] == "Transformer-VQ"
+    page = client.get("/docs")[2].decode()
+    assert "POST /v1/completions" in page
+    assert "max_tokens" in page
+    assert "http" not in page.replace("http-equiv", "")  # nothing from other servers
+
+
+def metric(client, name):
+    lines = client.get("/metrics")[2].decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+
+def test_pages_of_other_sites_are_refused(client):
+    assert client.get("/v1/models", Origin="http://evil.example")[0] == 403
+    assert client.get("/v1/models", Host="evil.example")[0] == 403
+    assert client.get("/v1/models", Origin=client.url)[0] == 200
+
+
+def test_inspection_names_every_token(client):
+    status, _, found = client.post("/v1/inspect", {"text": "It was"})
+    assert status == 200
+    assert found["texts"] == ["", *"It was"]
+    assert len(found["surprisal"]) == 7
+    assert client.post("/v1/inspect", {"text": "x" * 5000})[0] == 413
+
+
+def test_key_is_required_except_for_the_page(tmp_path):
+    with running(a_service(tmp_path, api_key="secret")) as client:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer secre"}):
+            status, _, found = client.get("/v1/models", **headers)
+            assert (status, found["error"]["code"]) == (401, "invalid_api_key")
+            assert client.get("/metrics", **headers)[0] == 401
+        assert client.get("/v1/models", Authorization="Bearer secret")[0] == 200
+        assert client.get("/health")[0] == client.get("/")[0] == 200
+
+
+def test_large_bodies_and_prompts_are_refused(tmp_path):
+    limits = Limits(body_bytes=2000, prompt_tokens=100)
+    with running(a_service(tmp_path, limits=limits)) as client:
+        status, _, found = client.post("/v1/completions", {"prompt": "x" * 3000})
+        assert (status, found["error"]["code"]) == (413, "request_too_large")
+        status, _, found = client.post("/v1/completions", {"prompt": "x" * 100})
+        assert (status, found["error"]["code"]) == (413, "prompt_too_long")
+        assert client.post("/v1/completions", {"prompt": "x" * 99})[0] == 200
+        connection = http.client.HTTPConnection(client.host, client.port, timeout=20)
+        chunks = (b"x" * 500 for _ in range(10))  # without a length
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/completions", chunks, headers, encode_chunked=True)
+        response = connection.getresponse()
+        assert response.status == 413
+        response.close()
+        connection.close()
+
+
+def test_busy_server_answers_429(tmp_path):
+    with running(an_endless_service(tmp_path, n_slots=1, max_waiting=1)) as client:
+        body = {"prompt": "x", "max_tokens": 60_000}  # longer than the test
+        threads = []
+        for place in ("active", "waiting"):
+            thread = threading.Thread(target=client.post, args=("/v1/completions", body))
+            thread.start()
+            threads.append(thread)
+            wait_until(lambda place=place: client.get("/health")[2][place] == 1)
+        status, headers, found = client.post("/v1/completions", {"prompt": "x"})
+        assert (status, found["error"]["type"]) == (429, "rate_limit_error")
+        assert int(headers["Retry-After"]) >= 1
+    for thread in threads:
+        thread.join()
+
+
+def test_slow_request_ends_with_408(tmp_path):
+    with running(an_endless_service(tmp_path, limits=Limits(seconds=0.3))) as client:
+        status, _, found = client.post("/v1/completions", {"max_tokens": 60_000, "prompt": "x"})
+        assert (status, found["error"]["type"]) == (408, "timeout_error")
+        events = client.stream(prompt="x", max_tokens=60_000)
+        assert events[-1]["error"]["code"] == "timeout"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_vanished_client_frees_its_slot(tmp_path, stream):
+    service = an_endless_service(tmp_path)
+    with running(service) as client:
+        connection = http.client.HTTPConnection(client.host, client.port, timeout=20)
+        body = {"prompt": "x", "max_tokens": 60_000, "stream": stream}
+        connection.request(
+            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        wait_until(lambda: service.engine.n_active == 1)
+        connection.close()
+        wait_until(lambda: service.engine.n_active == 0)
+        assert service.engine.counters.finished == {"cancelled": 1}

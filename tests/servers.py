@@ -1,0 +1,130 @@
+"""A server in a thread, and a small HTTP client, for tests."""
+
+import http.client
+import json
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from transformer_vq import ModelConfig, Sampling, TransformerVQ, prefill
+from transformer_vq.data.tokenizers import ByteTokenizer
+from transformer_vq.generation.snapshot import Snapshots
+from transformer_vq.generation.text import sample_text
+from transformer_vq.serve.contexts import ContextStore
+from transformer_vq.serve.engine import Engine
+from transformer_vq.serve.prefixes import PrefixStore
+from transformer_vq.serve.server import Server, listen
+from transformer_vq.serve.service import Limits, Service
+
+TOKENIZER = ByteTokenizer(end_of_document=True)
+LOCAL = frozenset({"127.0.0.1", "localhost"})
+
+
+def a_model(seed=0, **changes):
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 257, "d_model": 16, "n_layer": 1, "d_k": 8, "n_code": 6, "block_len": 4}
+    return TransformerVQ(ModelConfig(**sizes | changes)).eval()
+
+
+def a_service(
+    folder, model=None, tokenizer=TOKENIZER, n_slots=3, max_waiting=16, limits=None, **more
+):
+    model = a_model() if model is None else model
+    snapshots = Snapshots(model)
+    prefixes = PrefixStore(snapshots, 10**7)
+    engine = Engine(model, tokenizer, prefixes, n_slots, max_waiting)
+    contexts = ContextStore(folder / "contexts", snapshots, more.pop("max_bytes", 10**7))
+    return Service("small", engine, contexts, limits or Limits(), **more)
+
+
+def an_endless_service(folder, **more):
+    """A model whose texts have no end."""
+    return a_service(folder, a_model(vocab_size=256), ByteTokenizer(), **more)
+
+
+@contextmanager
+def running(service, hosts=LOCAL):
+    """Serve on a free port; yield the address."""
+    listener = listen("127.0.0.1", 0)
+    server = Server(service, hosts, stop_seconds=0.0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield Client(*listener.getsockname())
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@dataclass
+class Client:
+    """Sends requests to a server."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self):
+        return f"http://{self.host}:{self.port}"
+
+    def send(self, method, path, body=None, **headers):
+        """Return status, headers and the body, parsed if it is JSON. body: an object or bytes."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=60)
+        if body is not None and not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"} | {
+            name.replace("_", "-"): value for name, value in headers.items()
+        }
+        try:
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            content = response.read()
+        finally:
+            connection.close()
+        is_json = "json" in response.headers.get("Content-Type", "")
+        return response.status, response.headers, json.loads(content) if is_json else content
+
+    def get(self, path, **headers):
+        return self.send("GET", path, **headers)
+
+    def post(self, path, body, **headers):
+        return self.send("POST", path, body, **headers)
+
+    def complete(self, **body):
+        """Return the body of a successful completion."""
+        status, _, found = self.post("/v1/completions", body)
+        assert status == 200, found
+        return found
+
+    def stream(self, path="/v1/completions", **body):
+        """Return the objects of a streamed response."""
+        status, headers, content = self.post(path, body | {"stream": True})
+        assert status == 200, content
+        assert headers["Content-Type"].startswith("text/event-stream")
+        *events, done, rest = content.decode().split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def sampled(service, prompt, n_tokens, seed, n=1, **options):
+    """The texts that `tvq sample --batch n` generates."""
+    context = prefill(service.engine.model, [[TOKENIZER.bos, *prompt.encode()]]).repeat(n)
+    texts = sample_text(
+        service.engine.model,
+        TOKENIZER,
+        context,
+        n_tokens,
+        Sampling(**options),
+        seed=seed,
+    )
+    return [text.text for text in texts]
+
+
+def wait_until(is_true, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

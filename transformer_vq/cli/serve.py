@@ -1,0 +1,157 @@
+"""tvq serve: serve a model over HTTP, with the OpenAI API and a page to try it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformer_vq.cli.arguments import (
+    MAX_ROWS,
+    RUN_HINT,
+    UsageError,
+    check_range,
+    first_word,
+    parse,
+)
+from transformer_vq.cli.options import Checkpoint, Device
+from transformer_vq.config import DataConfig, Precision
+
+if TYPE_CHECKING:
+    from transformer_vq.serve.service import Service
+
+API_KEY = "TVQ_API_KEY"  # environment variable: unlike an option, other users cannot see it
+MEGABYTE = 1_000_000
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Serve a model with the OpenAI API at /v1, a page to try it at /, and API docs at /docs.
+
+    RUN is a run folder, a folder written by `tvq export`, or books. Many requests are processed at
+    the same time; the memory of each is constant, whatever its length.
+    """
+
+    host: str = "127.0.0.1"
+    """Address to listen on. 0.0.0.0 is reachable from other machines; set an API key then."""
+    port: int = 8000
+    """Port to listen on; 0 uses any free one."""
+    api_key: str | None = None
+    """Require this key from clients. The environment variable TVQ_API_KEY does the same."""
+    allow_hosts: tuple[str, ...] = ()
+    """Names under which a reverse proxy on this machine makes the server available."""
+    name: str | None = None
+    """Name of the model in the API. None uses the name of RUN."""
+    slots: int = 8
+    """Texts that are generated at the same time; others wait."""
+    queue: int = 256
+    """Texts that may wait; more are refused with status 429."""
+    max_tokens: int = 65_536
+    """Largest number of tokens that a request may ask for, per text."""
+    max_prompt_tokens: int = 4_000_000
+    """Longest prompt or document."""
+    max_body_mb: int = 64
+    """Largest request in megabytes."""
+    time_limit: float = 600.0
+    """Seconds after which a request ends with status 408."""
+    stop_time: float = 10.0
+    """Seconds for requests in progress after Ctrl-C or SIGTERM."""
+    store: Path | None = None
+    """Folder for contexts and prefixes. None uses a folder per model in ~/.cache/transformer_vq, or
+    in that of XDG_CACHE_HOME."""
+    contexts_mb: int = 10_000
+    """Largest size of all stored contexts in megabytes."""
+    prefix_memory_mb: int = 512
+    """Memory for the beginnings of prompts, which are not read again; 0 disables it."""
+    prefix_disk_mb: int = 0
+    """Disk space for those that don't fit in memory; they also survive a restart."""
+    checkpoint: Checkpoint = "best"
+    precision: Precision = "fp32"
+    """fp32, or bf16 for matrix products."""
+    device: Device = "auto"
+
+
+def run(arguments: list[str]) -> None:
+    """Serve a model until Ctrl-C."""
+    name, rest = first_word(arguments, "serve", "RUN", RUN_HINT, ServeOptions)
+    options = parse(ServeOptions, rest, f"serve {name}")
+    check_range("--port", options.port, 0, 65_535)
+    check_range("--slots", options.slots, 1, MAX_ROWS)
+    check_range("--queue", options.queue, 1, 10**6)
+    for field in ("max_tokens", "max_prompt_tokens", "max_body_mb"):
+        check_range(f"--{field.replace('_', '-')}", getattr(options, field), 1, 10**9)
+    for field in ("contexts_mb", "prefix_memory_mb", "prefix_disk_mb"):
+        check_range(f"--{field.replace('_', '-')}", getattr(options, field), 0, 10**9)
+    for field in ("time_limit", "stop_time"):
+        if not 0 < getattr(options, field) < 10**9:
+            raise UsageError(f"--{field.replace('_', '-')}: must be above 0")
+    key = os.environ.get(API_KEY) if options.api_key is None else options.api_key
+    if key is not None and not key.isascii():
+        raise UsageError("--api-key: must be ASCII text")
+
+    from transformer_vq.serve.server import serve
+
+    service = _service(name, options, key or None)
+    serve(
+        service,
+        options.host,
+        options.port,
+        options.allow_hosts,
+        options.stop_time,
+        announce=lambda line: print(line, flush=True),
+    )
+
+
+def _service(name: str, options: ServeOptions, api_key: str | None) -> Service:
+    from transformer_vq.data.sources.paths import expand_user
+    from transformer_vq.device import find_device, keep_freed_memory, matmul_precision
+    from transformer_vq.errors import UserError
+    from transformer_vq.generation.snapshot import Snapshots
+    from transformer_vq.serve.contexts import ContextStore
+    from transformer_vq.serve.engine import Engine
+    from transformer_vq.serve.prefixes import PrefixStore
+    from transformer_vq.serve.service import Limits, Service
+    from transformer_vq.training.loading import (
+        has_images,
+        load_model_and_tokenizer,
+        read_chat_template,
+    )
+
+    keep_freed_memory()
+    device = find_device(options.device)
+    if has_images(name):
+        raise UserError(f"{name} is a model of images; serve a model of text")
+    model, tokenizer = load_model_and_tokenizer(name, options.checkpoint)
+    model.to(device)
+    snapshots = Snapshots(model)
+    digest = snapshots.identity["weights"][:12]
+    cache = expand_user(DataConfig().cache_folder, "--store")
+    store = options.store or cache / "serve" / digest
+    prefixes = PrefixStore(
+        snapshots,
+        options.prefix_memory_mb * MEGABYTE,
+        store / "prefixes",
+        options.prefix_disk_mb * MEGABYTE,
+    )
+    engine = Engine(
+        model,
+        tokenizer,
+        prefixes,
+        options.slots,
+        options.queue,
+        lambda: matmul_precision(device, options.precision),
+    )
+    return Service(
+        name=options.name or Path(name).resolve().name,
+        engine=engine,
+        contexts=ContextStore(store / "contexts", snapshots, options.contexts_mb * MEGABYTE),
+        limits=Limits(
+            options.max_body_mb * MEGABYTE,
+            options.max_prompt_tokens,
+            options.max_tokens,
+            options.time_limit,
+        ),
+        api_key=api_key,
+        chat_template=read_chat_template(name),
+    )

@@ -1,0 +1,281 @@
+"""The engine: a fixed pool of slots, filled and emptied between decoding steps.
+
+Every iteration processes one segment of one prompt, taking turns among prompts, and then decodes
+one token in every occupied slot. So a prompt of a million tokens delays the others by one segment
+at a time. The memory of all slots is allocated at the start; the state of a slot never grows.
+All slots take part in every step, occupied or not: the arithmetic of a request does not depend on
+how many others there are.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from transformer_vq.data.tokenizers import Tokenizer
+from transformer_vq.errors import UserError, is_out_of_memory
+from transformer_vq.generation.decoder import Decoder
+from transformer_vq.generation.sampling import Sampling, choose
+from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.serve.generation import Generation, Notify, scores
+from transformer_vq.serve.prefixes import PrefixStore
+from transformer_vq.serve.requests import Finished, NewToken, PromptRead, Request, TokenScore
+
+logger = logging.getLogger(__name__)
+
+GREEDY = Sampling(temperature=0.0)  # the rule of slots that are not occupied
+
+
+class QueueFullError(RuntimeError):
+    """Too many requests are waiting; try again later."""
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine accepts no more requests."""
+
+
+@dataclass
+class Counters:
+    """What the engine has done since it was started."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    new_tokens: int = 0
+    steps: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    """Number of requests by reason."""
+
+
+def check_servable(model: TransformerVQ) -> None:
+    """Raise UserError if the state of a model grows with the context."""
+    if model.config.attention != "vq":
+        raise UserError("the state of full attention grows; serve a model with attention='vq'")
+
+
+class Engine:
+    """Generates texts for many requests at once; see `submit`.
+
+    precision: returns a context for all computations, such as that of `matmul_precision`.
+    """
+
+    def __init__(
+        self,
+        model: TransformerVQ,
+        tokenizer: Tokenizer,
+        prefixes: PrefixStore,
+        n_slots: int = 8,
+        max_waiting: int = 64,
+        precision: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        check_servable(model)
+        self.model, self.tokenizer, self.prefixes = model.eval(), tokenizer, prefixes
+        self.max_waiting = max_waiting
+        self.counters = Counters()
+        self._precision = precision
+        self._decoder = Decoder(model, model.init_state(n_slots))
+        weight = next(model.parameters())
+        self._logits = torch.zeros(
+            n_slots,
+            model.config.vocab_size,
+            dtype=torch.promote_types(weight.dtype, torch.float32),
+            device=weight.device,
+        )
+        self._slots: list[Generation | None] = [None] * n_slots
+        self._reading: deque[Generation] = deque()
+        """Requests whose prompts are being read; each will have a slot."""
+        self._waiting: deque[Generation] = deque()
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self.state_bytes = model.init_state(1).n_bytes
+        """Size of the state of one slot."""
+
+    @property
+    def n_slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def n_active(self) -> int:
+        """Requests that are being processed."""
+        return len(self._reading) + sum(slot is not None for slot in self._slots)
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, request: Request, notify: Notify) -> Generation:
+        """Queue a request; `notify` receives its events, the last of which is Finished.
+
+        Raises QueueFullError or EngineStoppedError.
+        """
+        (generation,) = self.submit_all([(request, notify)])
+        return generation
+
+    def submit_all(self, requests: Sequence[tuple[Request, Notify]]) -> list[Generation]:
+        """Queue several requests, all or none."""
+        if any(not request.prompt and request.start is None for request, _ in requests):
+            raise UserError("the prompt has no tokens; start it with the tokenizer's bos")
+        found = [Generation(request, self.tokenizer, notify) for request, notify in requests]
+        with self._lock:
+            if self._stopping:
+                raise EngineStoppedError("the server is shutting down")
+            if len(self._waiting) + len(found) > self.max_waiting:
+                raise QueueFullError(f"{len(self._waiting)} requests are waiting")
+            self._waiting.extend(found)
+        self._wake.set()
+        return found
+
+    def generate(self, request: Request) -> tuple[str, Finished]:
+        """Return the text of one request and its last event; the engine must be running."""
+        events: queue.SimpleQueue[PromptRead | NewToken | Finished] = queue.SimpleQueue()
+        self.submit(request, events.put)
+        text = ""
+        while not isinstance(event := events.get(), Finished):
+            text += event.text if isinstance(event, NewToken) else ""
+        return text + event.text, event
+
+    # The thread
+
+    def start(self) -> None:
+        """Process requests on a thread of its own."""
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, seconds: float = 0.0) -> None:
+        """Accept no more requests, finish those in progress, and cancel what is left after a time.
+
+        Prefixes in memory are written to disk.
+        """
+        with self._lock:
+            self._stopping = True
+        self._wake.set()
+        if self._thread is not None:
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline and (self.n_active or self.n_waiting):
+                time.sleep(0.02)
+            for generation in self._all():
+                generation.cancel()
+            self._wake.set()
+            self._thread.join()
+        self.prefixes.close()
+
+    def _all(self) -> list[Generation]:
+        with self._lock:
+            occupied = [slot for slot in self._slots if slot is not None]
+            return [*self._waiting, *self._reading, *occupied]
+
+    def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            if self.run_once():
+                continue
+            if self._stopping:
+                return
+            self._wake.wait()
+
+    def run_once(self) -> bool:
+        """Process one segment of a prompt and one token of every text; return whether any was."""
+        with torch.no_grad(), self._precision():
+            self._drop_ended()
+            self._admit()
+            reading = self._reading[0] if self._reading else None
+            has_read = reading is not None and self._guarded(self._read, [reading])
+            occupied = [x for x in self._slots if x is not None and not x.finished]
+            has_decoded = bool(occupied) and self._guarded(self._decode, occupied)
+        return has_read or has_decoded
+
+    def _guarded(self, step: Callable[[], None], affected: Sequence[Generation]) -> bool:
+        """Run a step; if it fails, end the requests that it affects. The server goes on."""
+        try:
+            step()
+        except Exception as error:
+            logger.exception("a step of the engine failed")
+            message = "out of memory" if is_out_of_memory(error) else "internal error"
+            for generation in affected:
+                generation.finish("error", error=message)
+        return True
+
+    def _drop_ended(self) -> None:
+        """Finish what was cancelled or took too long, and free the slots of what is finished."""
+        now = time.monotonic()
+        for generation in self._all():
+            deadline = generation.request.deadline
+            if generation.is_cancelled:
+                generation.finish("cancelled")
+            elif deadline is not None and now >= deadline:
+                generation.finish("timeout")
+        with self._lock:
+            ended = [x for x in self._waiting if x.finished]
+            self._waiting = deque(x for x in self._waiting if not x.finished)
+        ended += [x for x in self._reading if x.finished]
+        self._reading = deque(x for x in self._reading if not x.finished)
+        for i, slot in enumerate(self._slots):
+            if slot is not None and slot.finished:
+                ended.append(slot)
+                self._slots[i] = None
+        for generation in ended:
+            self._count(generation)
+
+    def _count(self, generation: Generation) -> None:
+        counters, reason = self.counters, str(generation.reason)
+        counters.cached_tokens += generation.n_cached
+        counters.finished[reason] = counters.finished.get(reason, 0) + 1
+
+    def _admit(self) -> None:
+        """Start to read the prompts of waiting requests, as many as there are free slots."""
+        while self.n_active < self.n_slots:
+            with self._lock:
+                if not self._waiting:
+                    return
+                self._reading.append(self._waiting.popleft())
+
+    def _read(self) -> None:
+        """Process one segment of the next prompt in turn."""
+        generation = self._reading[0]
+        generation.reuse(self.prefixes)
+        if generation.n_unread:
+            before = generation.n_unread
+            generation.read(self.model, self.prefixes)
+            self.counters.prompt_tokens += before - generation.n_unread
+        if generation.n_unread:
+            self._reading.rotate(-1)
+            return
+        slot = self._slots.index(None)
+        generation.start_decoding()
+        if generation.request.max_new_tokens == 0:
+            generation.finish("length")
+            return
+        self._decoder.write_row_(slot, generation.context.state)
+        self._logits[slot] = generation.context.logits[0]
+        self._slots[slot] = self._reading.popleft()
+
+    def _decode(self) -> None:
+        """Choose the next token of every text, and compute the logits of the one after it."""
+        slots = [x if x is not None and not x.finished else None for x in self._slots]
+        rules = [GREEDY if x is None else x.request.sampling for x in slots]
+        drawn = [0.0 if x is None else x.uniform() for x in slots]
+        uniform = torch.tensor(drawn, dtype=torch.float64)
+        tokens = choose(rules, self._logits, uniform.to(self._logits.device, self._logits.dtype))
+        found = tokens.tolist()
+        self.counters.steps += 1  # before the events, which may be the end of a response
+        self.counters.new_tokens += sum(x is not None for x in slots)
+        for i, generation in enumerate(slots):
+            if generation is not None:
+                generation.add(found[i], self._score(i, found[i], generation.request))
+        if any(x is not None and not x.finished for x in slots):
+            self._logits = self._decoder.step(tokens)
+
+    def _score(self, slot: int, token: int, request: Request) -> TokenScore | None:
+        if request.n_logprobs is None:
+            return None
+        (score,) = scores(self._logits[slot : slot + 1], [token], request.n_logprobs)
+        return score

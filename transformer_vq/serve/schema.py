@@ -1,0 +1,162 @@
+"""Bodies of requests: the fields of the OpenAI API that a language model like this can honor.
+
+Fields that would change the result but are not supported are rejected, not ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MAX_SAMPLES = 128
+MAX_STOP = 16
+MAX_LOGPROBS = 20
+MAX_SEED = 2**63 - 1
+
+Stop = str | list[str] | None
+
+
+class Body(BaseModel):
+    """A JSON object whose fields are all known, with the types as given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    """Options of a streamed response."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    """Accepted for compatibility; nothing is obfuscated."""
+
+
+class GenerationBody(Body):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=1)] | None = None
+    """Not part of the OpenAI API: sample from the k most likely tokens only."""
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    stop: Stop = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    context: str | None = None
+    """Not part of the OpenAI API: id of a stored context that the prompt continues."""
+    user: str | None = None
+    """Accepted and not used."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, stop: Stop) -> Stop:
+        words = [stop] if isinstance(stop, str) else stop or []
+        if len(words) > MAX_STOP:
+            raise ValueError(f"give at most {MAX_STOP} strings")
+        if any(not word for word in words):
+            raise ValueError("a stop string is empty; remove it")
+        return stop
+
+    @model_validator(mode="after")
+    def _check_unsupported(self) -> GenerationBody:
+        for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is not supported; leave it out")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is given, but stream is not true")
+        return self
+
+    @property
+    def stop_words(self) -> tuple[str, ...]:
+        """The stop strings as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a streamed response ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionBody(GenerationBody):
+    """Body of POST /v1/completions."""
+
+    prompt: Any = ""
+    """A text, a list of texts, a list of token ids, or a list of such lists."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool = False
+    best_of: int | None = None
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _check_rest(self) -> CompletionBody:
+        if self.best_of not in (None, self.n):
+            raise ValueError("best_of is not supported; leave it out")
+        if self.suffix:
+            raise ValueError("suffix is not supported; leave it out")
+        return self
+
+
+class ChatPart(Body):
+    """A part of a message; only text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message; fields that a template may use are kept."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | list[ChatPart] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message with its content as one text, for the template."""
+        parts = self.content
+        text = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
+        return {**(self.model_extra or {}), "role": self.role, "content": text}
+
+
+class ChatBody(GenerationBody):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is given, but logprobs is not true")
+        return self
+
+
+class ContextBody(Body):
+    """Body of POST /v1/contexts and of a branch: a document to read."""
+
+    text: str | None = None
+    tokens: list[int] | None = None
+    name: Annotated[str, Field(max_length=200)] = ""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> ContextBody:
+        if (self.text is None) == (self.tokens is None):
+            raise ValueError("give either text or tokens")
+        return self
+
+
+class InspectBody(Body):
+    """Body of POST /v1/inspect: what to look inside at."""
+
+    text: str = ""
+    tokens: list[int] | None = None
+    n_codes: Annotated[int, Field(ge=1, le=32)] = 5

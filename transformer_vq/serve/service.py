@@ -1,0 +1,167 @@
+"""What all routes share: the model and its name, the engine, limits, and how requests are made."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import Request as HTTPRequest
+from fastapi.concurrency import run_in_threadpool
+
+from transformer_vq.data.tokenizers import Tokenizer
+from transformer_vq.generation.sampling import Sampling
+from transformer_vq.serve.contexts import ContextStore
+from transformer_vq.serve.engine import Engine
+from transformer_vq.serve.errors import APIError
+from transformer_vq.serve.requests import Event, Finished, Request, Start
+from transformer_vq.serve.schema import GenerationBody
+
+POLL_SECONDS = 0.5  # how often a waiting response checks that its client is still connected
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a single request may ask for."""
+
+    body_bytes: int = 64_000_000
+    """Size of a request in bytes."""
+    prompt_tokens: int = 4_000_000
+    """Tokens of a prompt or document."""
+    new_tokens: int = 65_536
+    """Tokens to generate per text."""
+    seconds: float = 600.0
+    """Time from arrival to the last token."""
+
+
+@dataclass
+class Service:
+    """One served model."""
+
+    name: str
+    engine: Engine
+    contexts: ContextStore
+    limits: Limits = field(default_factory=Limits)
+    api_key: str | None = None
+    chat_template: str | None = None
+    """Jinja template that converts messages to a prompt."""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.engine.tokenizer
+
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.engine.model.config.vocab_size
+        return size
+
+    def check_model(self, name: str | None) -> None:
+        """Raise APIError if a request names another model."""
+        if name not in (None, self.name):
+            message = f"the model {name!r:.80} does not exist; this server has {self.name!r}"
+            raise APIError(404, message, "model", "model_not_found")
+
+    def new_tokens(self, given: int | None) -> int:
+        """Return the number of tokens to generate; raise APIError if it is too large."""
+        limit = self.limits.new_tokens
+        if given is not None and given > limit:
+            raise APIError(400, f"max_tokens: must be at most {limit:,}", "max_tokens")
+        return limit if given is None else given
+
+    async def start(self, context: str | None) -> Start | None:
+        """Return the stored context of an id; raise APIError if there is none."""
+        return None if context is None else await run_in_threadpool(self.contexts.open, context)
+
+    async def encode(self, text: str, param: str) -> list[int]:
+        """Return the tokens of a text; long ones don't block other requests."""
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            message = f"{param}: is not valid Unicode (a lone surrogate)"
+            raise APIError(400, message, param) from None
+        return await run_in_threadpool(self.tokenizer.encode, text)
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Raise APIError if token ids are unknown, or too many."""
+        if len(tokens) > self.limits.prompt_tokens:
+            message = (
+                f"{param}: has {len(tokens):,} tokens, but at most {self.limits.prompt_tokens:,} "
+                "are accepted"
+            )
+            raise APIError(413, message, param, "prompt_too_long")
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            message = f"{param}: token ids must be from 0 to {self.vocab_size - 1}"
+            raise APIError(400, message, param)
+
+    def request(
+        self, body: GenerationBody, prompt: Sequence[int], max_tokens: int, **more: Any
+    ) -> Request:
+        """Return the engine's request for a prompt; `more` are its other fields."""
+        return Request(
+            prompt=prompt,
+            max_new_tokens=max_tokens,
+            sampling=Sampling(body.temperature, body.top_p, body.top_k),
+            stop=body.stop_words,
+            deadline=time.monotonic() + self.limits.seconds,
+            **more,
+        )
+
+    def seed(self, body: GenerationBody) -> int:
+        """Return the seed of a request; without one, results differ each time."""
+        return secrets.randbits(63) if body.seed is None else body.seed
+
+    @asynccontextmanager
+    async def events(
+        self, requests: Sequence[Request], client: HTTPRequest
+    ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
+        """Submit requests; yield their events with the number of the request.
+
+        All are cancelled if the client disconnects or the context is left early.
+        """
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+
+        def notify(number: int, event: Event) -> None:  # on the engine's thread: never blocks
+            loop.call_soon_threadsafe(events.put_nowait, (number, event))
+
+        pairs = [
+            (request, lambda event, number=number: notify(number, event))
+            for number, request in enumerate(requests)
+        ]
+        generations = self.engine.submit_all(pairs)
+        try:
+            yield self._until_finished(events, len(requests), client)
+        finally:
+            for generation in generations:
+                generation.cancel()
+
+    async def _until_finished(
+        self, events: asyncio.Queue[tuple[int, Event]], n_left: int, client: HTTPRequest
+    ) -> AsyncIterator[tuple[int, Event]]:
+        checked = time.monotonic()
+        while n_left:
+            found = None
+            with suppress(TimeoutError):
+                found = await asyncio.wait_for(events.get(), POLL_SECONDS)
+            if found is not None:
+                n_left -= isinstance(found[1], Finished)
+                yield found
+            if time.monotonic() - checked > POLL_SECONDS:
+                if await client.is_disconnected():
+                    return
+                checked = time.monotonic()
+
+
+def check_finished(event: Finished) -> None:
+    """Raise APIError if a request did not end by itself."""
+    if event.reason == "timeout":
+        raise APIError(408, "the request took too long; ask for fewer tokens", code="timeout")
+    if event.reason == "cancelled":
+        raise APIError(503, "the server is shutting down", code="shutting_down")
+    if event.reason == "error":
+        raise APIError(500, f"{event.error}; the log of the server has details")

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from transformer_vq.bench.cells import (
     best_seconds,
@@ -27,6 +27,7 @@ from transformer_vq.bench.cells import (
     machine,
     peak_bytes,
 )
+from transformer_vq.bench.rates import read_bandwidth
 from transformer_vq.bench.records import (
     DecodeKind,
     DecodeRecord,
@@ -44,6 +45,7 @@ from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.prefill import Context, run_segments
 from transformer_vq.generation.snapshot import load_context, save_context
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.nn.quantizer import VectorQuantizer
 from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.state import AttentionState
 from transformer_vq.progress import progress_bar
@@ -68,6 +70,7 @@ class Prepared:
 
     step: Callable[[], object]
     state_bytes: int
+    weight_bytes: int
 
 
 def run(
@@ -154,10 +157,12 @@ def measure(config: ModelConfig, cell: Cell, device: torch.device, folder: Path)
         else:
             prepared = _prepare(config, cell, room, folder)
     seconds = best_seconds(prepared.step, rounds=ROUNDS, max_steps=MAX_STEPS, device=device)
+    n_bytes = prepared.weight_bytes + prepared.state_bytes
     return {
         "ms_per_step": 1e3 * seconds,
         "tokens_per_second": cell.batch / seconds,
         "state_bytes": prepared.state_bytes,
+        "share_of_bandwidth": n_bytes / seconds / read_bandwidth(device),
     }
 
 
@@ -173,20 +178,22 @@ def measure_prefill(config: ModelConfig, n_tokens: int, device: torch.device) ->
 def table(record: DecodeRecord) -> str:
     """Return Markdown tables of the decoding steps and of the prefill memory."""
     lines = [
-        "| model | batch | context | tokens/s | state MB | step time, relative to shortest |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| model | batch | context | tokens/s | state MB | step time, relative to shortest "
+        "| share of the bandwidth |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     shortest: dict[tuple[str, int], float] = {}
     for row in record["decode"]:
         name = decode_name(row)
         start = f"| {name} | {row['batch']} | {row['context']:,} "
         if "failed" in row:
-            lines.append(f"{start}| {row['failed']} | | |")
+            lines.append(f"{start}| {row['failed']} | | | |")
             continue
+        share = f"{row['share_of_bandwidth']:.2f}" if "share_of_bandwidth" in row else ""
         base = shortest.setdefault((name, row["batch"]), row["ms_per_step"])
         lines.append(
             f"{start}| {row['tokens_per_second']:,.0f} | {row['state_bytes'] / 1e6:,.1f} "
-            f"| {row['ms_per_step'] / base:.2f}x |"
+            f"| {row['ms_per_step'] / base:.2f}x | {share} |"
         )
     if record["reading"]:
         lines += ["", "| prefill tokens | peak MB |", "| ---: | ---: |"]
@@ -215,6 +222,19 @@ def state_bytes(config: ModelConfig, cell: Cell) -> int:
     return 4 * cell.batch * cell.context * widths
 
 
+def weight_bytes(model: nn.Module) -> int:
+    """Return the bytes of the weights and codebooks that a step reads.
+
+    A table of embeddings that is not also the output projection is not: a step reads one row of it.
+    """
+    tables = [x.weight for x in model.modules() if isinstance(x, nn.Embedding)]
+    tied = {id(x.weight) for x in model.modules() if isinstance(x, nn.Linear)}
+    unread = {id(x) for x in tables} - tied
+    parameters = [x for x in model.parameters() if id(x) not in unread]
+    codebooks = [x.codebook for x in model.modules() if isinstance(x, VectorQuantizer)]
+    return sum(x.nbytes for x in [*parameters, *codebooks])
+
+
 def _prepare(config: ModelConfig, cell: Cell, room: int, folder: Path) -> Prepared:
     """room: the number of steps that will be taken."""
     attention: AttentionType = "vq" if cell.kind == "vq" else "full"
@@ -229,7 +249,7 @@ def _prepare(config: ModelConfig, cell: Cell, room: int, folder: Path) -> Prepar
         state = _random_state(model, cell)
     decoder = Decoder(model, state, room)
     step = torch.compile(decoder.step, fullgraph=True) if cell.compiled else decoder.step
-    return Prepared(lambda: step(token), state.n_bytes)
+    return Prepared(lambda: step(token), state.n_bytes, weight_bytes(model))
 
 
 def _prefill_random(model: TransformerVQ, n_tokens: int) -> Context:
@@ -294,4 +314,4 @@ def _prepare_gpt2(config: ModelConfig, cell: Cell, room: int) -> Prepared:
         with torch.no_grad():
             return model(token, past_key_values=cache, use_cache=True).logits
 
-    return Prepared(step, state_bytes(config, cell))
+    return Prepared(step, state_bytes(config, cell), weight_bytes(model))

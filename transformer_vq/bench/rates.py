@@ -1,4 +1,4 @@
-"""Matrix-product rates of this machine: the reference for the speed of a model.
+"""Matrix-product rates and read bandwidth of this machine: the references for the speed of a model.
 
 The measurement takes bounded time on any CPU, even if it emulates a precision at a thousandth of
 the usual rate. A small product predicts the time of larger ones; shapes that would exceed the
@@ -21,6 +21,7 @@ PROBE = (256, 256, 256)
 # (m, k, n): square matrices, and tokens times typical layer widths
 SHAPES = ((1024, 1024, 1024), (2048, 2048, 2048), (2048, 4096, 4096), (8192, 768, 3072))
 ACCELERATOR_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (32_768, 2048, 8192))
+BANDWIDTH_ROWS, BANDWIDTH_COLUMNS = 16_384, 4096  # 268 MB, more than any cache
 SECONDS = 0.1  # minimum duration of one timing
 BUDGET = 8.0  # seconds per precision
 TIME_LIMIT = 120.0  # seconds for the measuring subprocess, including its start
@@ -38,6 +39,16 @@ def matmul_rates(
     """Return the FLOPs per second of the fastest shape, by precision."""
     shapes = SHAPES if device.type == "cpu" else ACCELERATOR_SHAPES
     return {name: _best_rate(device, DTYPES[name], shapes, repeats) for name in precisions}
+
+
+def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
+    """Return the bytes per second that a large matrix-vector product reads, the best of several."""
+    matrix = torch.ones(BANDWIDTH_ROWS, BANDWIDTH_COLUMNS, device=device)
+    vector = torch.ones(BANDWIDTH_COLUMNS, device=device)
+    seconds = [
+        seconds_per_call(lambda: torch.mv(matrix, vector), 1, device) for _ in range(1 + repeats)
+    ]
+    return matrix.nbytes / min(seconds[1:])  # the first is a warm-up
 
 
 def _best_rate(

@@ -138,6 +138,8 @@ class DecodeTiming(TypedDict):
     ms_per_step: float
     tokens_per_second: float
     state_bytes: int
+    share_of_bandwidth: float
+    """Bytes of weights and state, over what the memory could deliver in the time of the step."""
 
 
 class DecodeRow(TypedDict):
@@ -151,6 +153,7 @@ class DecodeRow(TypedDict):
     ms_per_step: NotRequired[float]
     tokens_per_second: NotRequired[float]
     state_bytes: NotRequired[int]
+    share_of_bandwidth: NotRequired[float]
 
 
 def decode_name(row: DecodeRow) -> str:

@@ -15,6 +15,7 @@ from transformer_vq.cli.bench.documents import Documents
 from transformer_vq.cli.bench.profile import Profile
 from transformer_vq.cli.bench.recall import Recall
 from transformer_vq.cli.bench.scaling import Scaling
+from transformer_vq.cli.bench.serve import Serve
 from transformer_vq.cli.bench.tokenize import Tokenize
 from transformer_vq.cli.bench.train import Train
 from transformer_vq.cli.bench.variants import Variants
@@ -31,6 +32,7 @@ __all__ = [
     "Profile",
     "Recall",
     "Scaling",
+    "Serve",
     "Tokenize",
     "Train",
     "Variants",
@@ -47,6 +49,7 @@ BENCHES: dict[str, str] = {
     "profile": "time of a training step by part",
     "documents": "cost of packed documents in training",
     "decode": "speed, state size and memory of decoding by context length",
+    "serve": "a server under load: errors, memory, tokens/s",
     "context": "context parallelism: bytes sent, and lengths that fit in memory",
     "tokenize": "throughput and memory of preparing text",
     "compare": "curves and test results of several runs in one record",

@@ -1,0 +1,79 @@
+"""`tvq bench serve`: its requests, what it counts as wrong, and its record."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from helpers import tiny_run
+from servers import TOKENIZER, a_model, a_service, running
+
+from transformer_vq.bench.serve import bare_engine, different_texts, solo_text
+from transformer_vq.bench.serve_load import Load, make_jobs
+from transformer_vq.bench.serve_records import ServeSettings
+from transformer_vq.cli.main import main
+from transformer_vq.training.run import train
+
+SETTINGS = ServeSettings(clients=4, slots=2, minutes=0.02, requests=8, max_prompt=60, max_tokens=9)
+TOKENS = list(b"the cat sat on the mat and ran off " * 20)
+
+
+def test_prompts_come_from_the_text_and_have_all_lengths():
+    jobs = make_jobs(TOKENS, TOKENIZER, 300, max_prompt=200, max_tokens=50)
+    lengths = [len(job.prompt) for job in jobs]
+    assert min(lengths) == 1
+    assert 150 < max(lengths) <= 200
+    assert {job.max_tokens for job in jobs} >= {1, 2, 3}
+    for job in jobs[:20]:
+        assert job.prompt[0] == TOKENIZER.bos
+        assert bytes(job.prompt[1:]) in bytes(TOKENS)
+    assert make_jobs(TOKENS, TOKENIZER, 300, 200, 50) == jobs
+    assert all(len(job.prompt) <= len(TOKENS) for job in make_jobs(TOKENS, TOKENIZER, 50, 9**9, 2))
+
+
+def test_load_sees_complete_cancelled_and_rejected_requests(tmp_path):
+    service = a_service(tmp_path)
+    jobs = make_jobs(TOKENS, TOKENIZER, 8, 60, 9)
+    with running(service) as client:
+        seen = Load(client.port, jobs, cancelled=0.3, malformed=0.3).run(4, seconds=1.5)
+    outcomes = {x.outcome for x in seen}
+    assert {x.detail for x in seen if x.outcome == "wrong"} == set()
+    assert outcomes == {"complete", "cancelled", "rejected"}
+    assert different_texts(service.engine.model, TOKENIZER, jobs, seen) == 0
+    one = next(x for x in seen if x.outcome == "complete")
+    mixed = [*seen, replace(one, text=f"{one.text}!")]
+    assert different_texts(service.engine.model, TOKENIZER, jobs, mixed) == 1
+
+
+def test_server_that_is_gone_is_an_error(tmp_path):
+    with running(a_service(tmp_path)) as client:
+        pass
+    jobs = make_jobs(TOKENS, TOKENIZER, 8, 60, 9)
+    seen = Load(client.port, jobs, cancelled=0.0, malformed=0.0).run(1, seconds=0.05)
+    assert {x.outcome for x in seen} == {"wrong"}
+    assert "refused" in seen[0].detail
+
+
+def test_bare_engine_processes_all_tokens():
+    model = a_model()
+    jobs = make_jobs(TOKENS, TOKENIZER, 8, 60, 9)
+    assert bare_engine(model, TOKENIZER, jobs, SETTINGS, seconds=0.5) > 0
+    assert isinstance(solo_text(model, TOKENIZER, jobs[0]), str)
+
+
+@pytest.mark.slow
+def test_command_writes_a_record(tmp_path, capsys):
+    train(tiny_run(tmp_path), tmp_path / "run")
+    text = tmp_path / "text" / "0.txt"
+    options = f"--clients 4 --slots 2 --minutes 0.1 --requests 8 --max-prompt 60 --text {text}"
+    out = tmp_path / "record.json"
+    main(["bench", "serve", str(tmp_path / "run"), *options.split(), "--out", str(out), "--json"])
+    *table, last = capsys.readouterr().out.splitlines()
+    record = json.loads(out.read_text())
+    assert json.loads(last) == record
+    assert str(tmp_path / "text") not in last
+    found = record["serve"]
+    assert found["outcomes"].get("wrong", 0) == 0, found["errors"]
+    assert found["different_texts"] == 0
+    assert found["outcomes"]["complete"] > 0
+    assert found["share_of_engine"] > 0
+    assert table[0] == "| load | result |"

@@ -1,0 +1,269 @@
+"""A server under load: errors, mixed-up texts, memory, and throughput next to the bare engine.
+
+Every text that a client received in full is compared with that of the same request alone.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transformer_vq.bench.cells import machine
+from transformer_vq.bench.serve_load import Job, Load, Seen, make_jobs
+from transformer_vq.bench.serve_records import ServeRecord, ServeSettings
+from transformer_vq.data.tokenizers import Tokenizer
+from transformer_vq.errors import UserError
+from transformer_vq.generation.decode import stream
+from transformer_vq.generation.prefill import prefill
+from transformer_vq.generation.sampling import Sampling
+from transformer_vq.generation.snapshot import Snapshots
+from transformer_vq.generation.text import TextStream
+from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.progress import info, progress_bar
+from transformer_vq.serve.engine import Engine, check_servable
+from transformer_vq.serve.prefixes import PrefixStore
+from transformer_vq.serve.requests import Event, Finished, Request
+
+MEGABYTE = 1_000_000
+SECONDS_PER_SAMPLE = 1.0  # of the memory of the server
+
+
+def measure(
+    run: str, model: TransformerVQ, tokenizer: Tokenizer, text: str, settings: ServeSettings
+) -> ServeRecord:
+    """Start a server for a run, put load on it, and compare it with the bare engine.
+
+    model, tokenizer: those of the run. text: what prompts are taken from.
+    """
+    check_servable(model)
+    tokens = tokenizer.encode(text)
+    if len(tokens) < 2:
+        raise UserError("the text for prompts is too short; give a longer one")
+    jobs = make_jobs(tokens, tokenizer, settings.requests, settings.max_prompt, settings.max_tokens)
+    with serving(run, settings.slots, 4 * settings.clients) as (port, process):
+        memory = Memory(process.pid)
+        load = Load(port, jobs, settings.cancelled, settings.malformed)
+        with progress_bar("load", round(60 * settings.minutes), "s") as advance:
+            memory.start(advance)
+            start = time.monotonic()
+            seen = load.run(settings.clients, 60 * settings.minutes)
+            seconds = time.monotonic() - start
+            memory.stop()
+    counts = Counter(x.outcome for x in seen)
+    engine_rate = bare_engine(model, tokenizer, jobs, settings, min(seconds, 120.0))
+    rate = _tokens(seen, jobs) / seconds
+    mixed = different_texts(model, tokenizer, jobs, seen)
+    short = sorted(
+        x.first_seconds
+        for x in seen
+        if x.outcome == "complete" and x.job is not None and len(jobs[x.job].prompt) <= 2048
+    )
+    return {
+        "what": "a server under load",
+        "machine": machine(torch.device("cpu")),
+        "serve": asdict(settings)
+        | {
+            "model": run,
+            "parameters": sum(x.numel() for x in model.parameters()),
+            "seconds": seconds,
+            "outcomes": dict(counts),
+            "errors": sorted({x.detail for x in seen if x.outcome == "wrong"})[:10],
+            "different_texts": mixed,
+            "tokens_per_second": rate,
+            "engine_tokens_per_second": engine_rate,
+            "share_of_engine": rate / engine_rate,
+            "first_token_seconds": {
+                "median": short[len(short) // 2] if short else None,
+                "95%": short[int(0.95 * len(short))] if short else None,
+            },
+            "memory_mb": memory.summary(),
+        },
+    }
+
+
+@contextmanager
+def serving(run: str, slots: int, waiting: int) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    """Start `tvq serve` on a free port, without prefix reuse; yield the port and the process."""
+    words = f"--port 0 --slots {slots} --queue {waiting} --prefix-memory-mb 0 --time-limit 1e6"
+    with tempfile.TemporaryDirectory() as store, tempfile.TemporaryFile("w+") as messages:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "transformer_vq",
+                "serve",
+                run,
+                *words.split(),
+                "--store",
+                store,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=messages,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            found = re.search(r":(\d+)/", process.stdout.readline())
+            if found is None:
+                process.wait()
+                messages.seek(0)
+                said = messages.read().strip().rpartition("\n")[2].removeprefix("tvq: ")
+                raise UserError(f"tvq serve {run} did not start: {said or 'no message'}")
+            yield int(found.group(1)), process
+        finally:
+            process.terminate()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+
+
+class Memory:
+    """Samples the resident memory of a process in the background."""
+
+    def __init__(self, pid: int) -> None:
+        self._path = Path(f"/proc/{pid}/statm")
+        self._samples: list[float] = []
+        self._ended = threading.Event()
+
+    def start(self, advance: Any) -> None:
+        """Start to sample; `advance` is called every second."""
+        self._thread = threading.Thread(target=self._sample, args=(advance,), daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop to sample."""
+        self._ended.set()
+        self._thread.join()
+
+    def _sample(self, advance: Any) -> None:
+        while not self._ended.wait(SECONDS_PER_SAMPLE):
+            pages = int(self._path.read_text().split()[1])
+            self._samples.append(pages * resource.getpagesize() / MEGABYTE)
+            advance(1)
+
+    def summary(self) -> dict[str, float]:
+        """Return the memory at a quarter, half and the end of the load, and the largest."""
+        if not self._samples:
+            return {}
+        n = len(self._samples)
+        named = {"quarter": n // 4, "half": n // 2, "end": n - 1}
+        found = {name: round(self._samples[i], 1) for name, i in named.items()}
+        return found | {"largest": round(max(self._samples), 1)}
+
+
+def _tokens(seen: Sequence[Seen], jobs: Sequence[Job]) -> int:
+    """Return the tokens of prompts and texts that clients received answers to."""
+    return sum(
+        len(jobs[x.job].prompt) + x.n_tokens
+        for x in seen
+        if x.job is not None and x.outcome in ("complete", "cancelled")
+    )
+
+
+def bare_engine(
+    model: TransformerVQ,
+    tokenizer: Tokenizer,
+    jobs: Sequence[Job],
+    settings: ServeSettings,
+    seconds: float,
+) -> float:
+    """Return tokens per second of the engine alone, with as many requests in progress."""
+    store = PrefixStore(Snapshots(model), memory_bytes=0)
+    engine = Engine(model, tokenizer, store, settings.slots, 2 * settings.clients)
+    ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+
+    def notify(event: Event) -> None:
+        if isinstance(event, Finished):
+            ended.put(event)
+
+    engine.start()
+    start, n_tokens, n_sent = time.monotonic(), 0, 0
+    with progress_bar("bare engine", round(seconds), "s") as advance:
+        shown = 0
+        for _ in range(settings.clients):
+            engine.submit(_request(jobs[n_sent % len(jobs)]), notify)
+            n_sent += 1
+        while (passed := time.monotonic() - start) < seconds:
+            event = ended.get()
+            n_tokens += event.n_prompt + event.n_new
+            engine.submit(_request(jobs[n_sent % len(jobs)]), notify)
+            n_sent += 1
+            advance(int(passed) - shown)
+            shown = int(passed)
+        passed = time.monotonic() - start
+    engine.stop()
+    return n_tokens / passed
+
+
+def _request(job: Job) -> Request:
+    return Request(job.prompt, job.max_tokens, Sampling(job.temperature), job.seed)
+
+
+def different_texts(
+    model: TransformerVQ, tokenizer: Tokenizer, jobs: Sequence[Job], seen: Sequence[Seen]
+) -> int:
+    """Return how many complete texts differ from those of the same requests alone."""
+    texts: dict[int, set[str]] = {}
+    for x in seen:
+        if x.outcome == "complete" and x.job is not None:
+            texts.setdefault(x.job, set()).add(x.text)
+    n_wrong = 0
+    with progress_bar("solo runs", len(texts), "texts") as advance:
+        for number, found in texts.items():
+            wrong = found - {solo_text(model, tokenizer, jobs[number])}
+            n_wrong += sum(x.job == number and x.text in wrong for x in seen)
+            if wrong:
+                info(f"request {number} differs: {len(jobs[number].prompt):,} tokens of prompt")
+            advance(1)
+    return n_wrong
+
+
+def solo_text(model: TransformerVQ, tokenizer: Tokenizer, job: Job) -> str:
+    """Return the text of a request that is the only one."""
+    context = prefill(model, [job.prompt])
+    stop = () if tokenizer.eod is None else (tokenizer.eod,)
+    text, made = TextStream(tokenizer), ""
+    steps = stream(model, context, job.max_tokens, Sampling(job.temperature), job.seed, stop)
+    for (token,) in steps:
+        if token is not None and token not in stop:
+            made += text.push(token)
+    return made + text.end()
+
+
+def table(record: ServeRecord) -> str:
+    """Return a Markdown table."""
+    found = record["serve"]
+    outcomes = found["outcomes"]
+    first = found["first_token_seconds"]
+    memory = ", ".join(f"{name} {value:,.0f}" for name, value in found["memory_mb"].items())
+    shown = ["", ""] if first["median"] is None else [f"{first[x]:.2f}" for x in ("median", "95%")]
+    rows = [
+        ("clients", f"{found['clients']:,}"),
+        ("slots", f"{found['slots']:,}"),
+        ("minutes", f"{found['minutes']:g}"),
+        ("complete texts", f"{outcomes.get('complete', 0):,}"),
+        ("cancelled by clients", f"{outcomes.get('cancelled', 0):,}"),
+        ("malformed, rejected with the right status", f"{outcomes.get('rejected', 0):,}"),
+        ("unexpected errors", f"{outcomes.get('wrong', 0):,}"),
+        ("complete texts that differ from their solo run", f"{found['different_texts']:,}"),
+        ("tokens/s (prompts and texts)", f"{found['tokens_per_second']:,.0f}"),
+        ("tokens/s of the bare engine", f"{found['engine_tokens_per_second']:,.0f}"),
+        ("share of the bare engine", f"{found['share_of_engine']:.2f}"),
+        ("seconds to the first token, prompts up to 2,048 tokens", " / ".join(shown)),
+        ("memory of the server in MB", memory),
+    ]
+    return "\n".join(["| load | result |", "| --- | ---: |", *(f"| {a} | {b} |" for a, b in rows)])

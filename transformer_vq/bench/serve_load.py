@@ -1,0 +1,170 @@
+"""Load for a server: what clients ask for, and what they see."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from transformer_vq.data.tokenizers import Tokenizer
+
+Outcome = Literal["complete", "cancelled", "rejected", "wrong"]
+
+MALFORMED: tuple[tuple[bytes, int], ...] = (
+    (b"{", 400),
+    (b'{"prompt": "\xff"}', 400),
+    (b'{"prompt": 5}', 400),
+    (b'{"prompt": "x", "max_tokens": -1}', 400),
+    (b'{"prompt": "x", "unknown": 1}', 400),
+    (b'{"prompt": "x", "model": "unknown"}', 404),
+    (b'{"prompt": "x", "context": "unknown"}', 404),
+)
+"""Bodies of bad requests, and the status that they deserve."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One of the requests that clients choose from."""
+
+    number: int
+    prompt: list[int]
+    max_tokens: int
+    temperature: float
+    seed: int
+
+    def body(self) -> bytes:
+        """Return the body of the request."""
+        return json.dumps(
+            {
+                "prompt": self.prompt,
+                "max_tokens": self.max_tokens,
+                "temperature": self.temperature,
+                "seed": self.seed,
+                "stream": True,
+            }
+        ).encode()
+
+
+def make_jobs(
+    tokens: Sequence[int], tokenizer: Tokenizer, n: int, max_prompt: int, max_tokens: int
+) -> list[Job]:
+    """Return requests with prompts from a text; lengths are evenly distributed on a log scale."""
+    rng = random.Random(0)
+    longest = min(max_prompt - 1, len(tokens) - 1)
+    jobs = []
+    for number in range(n):
+        length = round(math.exp(rng.uniform(0, math.log(longest + 1)))) - 1
+        start = rng.randrange(len(tokens) - length)
+        prompt = [tokenizer.bos, *tokens[start : start + length]]
+        n_new = round(math.exp(rng.uniform(0, math.log(max_tokens))))
+        temperature = rng.choice([0.0, 0.7, 1.0])
+        jobs.append(Job(number, prompt, n_new, temperature, rng.randrange(2**31)))
+    return jobs
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a client saw of one request."""
+
+    outcome: Outcome
+    job: int | None = None
+    text: str = ""
+    n_tokens: int = 0
+    first_seconds: float = 0.0
+    """From the request to its first token."""
+    detail: str = ""
+
+
+@dataclass
+class Load:
+    """Clients that send one request after the other until a time; see `run`."""
+
+    port: int
+    jobs: Sequence[Job]
+    cancelled: float
+    """Share of the requests whose client disconnects before the end."""
+    malformed: float
+    seen: list[Seen] = field(default_factory=list)
+
+    def run(self, n_clients: int, seconds: float) -> list[Seen]:
+        """Return what all clients saw."""
+        end = time.monotonic() + seconds
+        threads = [
+            threading.Thread(target=self._client, args=(i, end), daemon=True)
+            for i in range(n_clients)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self.seen
+
+    def _client(self, number: int, end: float) -> None:
+        rng = random.Random(number)
+        while time.monotonic() < end:
+            try:
+                found = self._request(rng)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                found = Seen("wrong", detail=f"{type(error).__name__}: {error}")
+            self.seen.append(found)
+
+    def _request(self, rng: random.Random) -> Seen:
+        kind = rng.random()
+        if kind < self.malformed:
+            return self._send_malformed(*rng.choice(MALFORMED))
+        job = rng.choice(self.jobs)
+        limit = rng.randint(1, job.max_tokens) if kind < self.malformed + self.cancelled else None
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=3600)
+        try:
+            return _stream(connection, job, limit)
+        finally:
+            connection.close()
+
+    def _send_malformed(self, body: bytes, status: int) -> Seen:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=3600)
+        try:
+            response = _post(connection, body)
+            error = json.loads(response.read())["error"]
+        finally:
+            connection.close()
+        if response.status == status:
+            return Seen("rejected")
+        return Seen("wrong", detail=f"status {response.status}: {error['message']}")
+
+
+def _post(connection: http.client.HTTPConnection, body: bytes) -> http.client.HTTPResponse:
+    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    return connection.getresponse()
+
+
+def _stream(connection: http.client.HTTPConnection, job: Job, limit: int | None) -> Seen:
+    """Send a request and read its stream; disconnect after `limit` events, if given."""
+    start = time.monotonic()
+    response = _post(connection, job.body())
+    if response.status != 200:
+        detail = f"status {response.status}: {response.read()[:200]!r}"
+        return Seen("wrong", job.number, detail=detail)
+    text, n_events, first = "", 0, 0.0
+    for line in response:
+        if not line.startswith(b"data: "):
+            continue
+        if line.startswith(b"data: [DONE]"):
+            return Seen("wrong", job.number, detail="the stream has no end")
+        value: dict[str, Any] = json.loads(line[6:])
+        if "error" in value:
+            return Seen("wrong", job.number, detail=str(value["error"]["message"]))
+        first = first or time.monotonic() - start
+        (choice,) = value["choices"]
+        text += choice["text"]
+        n_events += 1
+        if choice["finish_reason"] is not None:
+            return Seen("complete", job.number, text, n_events - 1, first)
+        if limit is not None and n_events >= limit:
+            return Seen("cancelled", job.number, text, n_events, first)
+    return Seen("wrong", job.number, detail="the stream was cut")

@@ -13,7 +13,8 @@ ASSETS = Path(__file__).parent
 BENCHMARKS = ASSETS.parent.parent / "benchmarks"
 RECORDS = (
     *("ablation", "compression-books", "decode", "profile", "scaling", "small"),
-    *("train-bf16", "train-bf16-32k", "train-fp32", "variants-books"),
+    *("laws-wiki", "recall", "train-bf16", "train-bf16-32k", "train-fp32"),
+    *("variants-books", "variants-wiki"),
 )
 
 if __name__ == "__main__":

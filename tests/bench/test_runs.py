@@ -15,6 +15,7 @@ from transformer_vq.training.evaluate import evaluate
 from transformer_vq.training.run import train
 
 
+@pytest.mark.slow
 def test_demo_prints_three_figures_and_does_not_train_twice(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo_command, "PRESETS", {"tiny": tiny_run(tmp_path)})
     monkeypatch.setattr(equality, "differences", lambda: [("shga", "serial", 1e-16, 1e-15)])

@@ -14,7 +14,7 @@ from helpers import tiny_run
 
 from transformer_vq.bench import scaling, trials, variants
 from transformer_vq.bench.plots import plot_path
-from transformer_vq.bench.trials import Trial, run_grid, run_trials, trials_of
+from transformer_vq.bench.trials import Trial, run_grid, run_trials, trials_of, write_spec
 from transformer_vq.cli.main import main
 from transformer_vq.errors import UserError
 from transformer_vq.training.checkpoint import read_config
@@ -182,6 +182,16 @@ def test_interrupted_grid_saves_its_runs(tmp_path):
     assert output.strip() == "([], True)"
     assert list((metrics.parent / "checkpoints").glob("step-*"))
     assert not (tmp_path / "out.json").exists()
+
+
+@pytest.mark.slow
+def test_trial_saves_and_ends_without_its_parent(tmp_path):
+    base = tiny_run(tmp_path, train={"steps": 100_000, "eval_every": 100_000})
+    spec = write_spec(Trial("vq", 0, base), tmp_path / "runs")
+    no_process = 2**22 + 1
+    command = [sys.executable, "-m", "transformer_vq.bench.trial", str(spec), str(no_process)]
+    assert subprocess.run(command, timeout=120, capture_output=True).returncode != 0
+    assert not (tmp_path / "runs" / "vq-seed-0.json").exists()
 
 
 def test_table_of_variants_compares_pairs_of_seeds(tmp_path):

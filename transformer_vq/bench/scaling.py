@@ -93,6 +93,8 @@ def table(record: ScalingRecord) -> str:
 
 
 def _law(fit: Fit, symbol: str) -> str:
+    if fit["scale"] == 0:
+        return f"Fit: {fit['floor']:.4f}, without a dependence on {symbol}."
     low, high = fit["exponent_interval"]
     first, last = fit["factor_interval"]
     text = (

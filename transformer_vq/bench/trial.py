@@ -1,9 +1,9 @@
 """One trial of a grid, as a process of its own: train or resume a run, then evaluate it.
 
-    python -m transformer_vq.bench.trial NAME.spec.json
+    python -m transformer_vq.bench.trial NAME.spec.json [PARENT]
 
-The run folder NAME and the result NAME.json are next to the spec. The process ends when its parent
-does; SIGTERM saves the run first.
+The run folder NAME and the result NAME.json are next to the spec. The process ends when the one
+with the number PARENT does; SIGTERM saves the run first.
 """
 
 from __future__ import annotations
@@ -89,8 +89,9 @@ def _save_and_end_with_parent(parent: int) -> None:
 
 def main() -> None:
     """Run the trial that the command line names."""
-    watch = threading.Thread(target=_save_and_end_with_parent, args=(os.getppid(),), daemon=True)
-    watch.start()
+    if len(sys.argv) > 2:  # given by the parent: it may have ended before this line
+        parent = int(sys.argv[2])
+        threading.Thread(target=_save_and_end_with_parent, args=(parent,), daemon=True).start()
     keep_freed_memory()
     with reporting(TerminalReporter()):
         try:

@@ -35,9 +35,8 @@ def plot_variants(record: VariantsRecord, path: Path) -> None:
             bits = [row["test"] for row in rows]
             left.plot([x] * len(bits), bits, "o", color=color, ms=6, alpha=0.55, mew=0)
             left.plot([x - 0.22, x + 0.22], [mean(bits)] * 2, color=color)
-        left.set_xticks(range(len(groups)), list(groups))
-        if len(groups) > 4:
-            left.tick_params(axis="x", labelrotation=60)
+        slant = {"rotation": 60, "ha": "right", "rotation_mode": "anchor"}
+        left.set_xticks(range(len(groups)), list(groups), **(slant if len(groups) > 4 else {}))
         left.grid(visible=False, axis="x")
         left.margins(x=0.15)
         left.set_title("Test loss (bits per byte)")
@@ -131,9 +130,9 @@ def _draw_paper(axes: Any, groups: dict[float, list[float]]) -> None:
     axes.plot(xs, values, "--", color=VERMILION, lw=1.5)
     axes.annotate(
         f"paper: x{PAPER_FACTOR} per doubling",
-        (xs[0], values[0]),
-        xytext=(2, -14),
-        textcoords="offset points",
+        (xs[-1], values[0]),
+        ha="right",
+        va="center",
         color=VERMILION,
         fontsize=9.5,
     )

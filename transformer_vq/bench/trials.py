@@ -206,8 +206,8 @@ def write_spec(trial: Trial, runs: Path) -> Path:
 def _start(trial: Trial, runs: Path, jobs: int) -> subprocess.Popen[bytes]:
     """Start the subprocess of a trial; its messages go to a log file next to the run folder."""
     spec = write_spec(trial, runs)
-    command = [sys.executable, "-m", "transformer_vq.bench.trial", str(spec)]
-    threads = max(1, (os.cpu_count() or 1) // jobs)
+    command = [sys.executable, "-m", "transformer_vq.bench.trial", str(spec), str(os.getpid())]
+    threads = max(1, len(os.sched_getaffinity(0)) // jobs)
     environment = os.environ | ({"OMP_NUM_THREADS": str(threads)} if jobs > 1 else {})
     with open(runs / f"{trial.name}.log", "ab") as log:
         # A group of its own: Ctrl-C reaches only this process, which then stops the trials.

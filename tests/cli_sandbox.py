@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import stat
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from transformer_vq.config import DataConfig, RunConfig
 from transformer_vq.data.sources import enwik8
 from transformer_vq.errors import UserError, is_out_of_memory
 from transformer_vq.presets import PRESETS
+from transformer_vq.serve import server
 from transformer_vq.training.step import Trainer
 
 LIMIT = 120.0  # seconds until a command is considered to hang
@@ -200,6 +202,7 @@ def _enter(sandbox: Sandbox) -> None:
     demo.PRESETS = {"tiny": _tiny_run()}
     equality.differences = lambda: iter(())
     trials._start = _trial_in_this_process
+    server.Server.run = _close
     sys.addaudithook(lambda event, details: _watch(sandbox.root, event, details))
 
 
@@ -231,6 +234,12 @@ def _in_this_process(
         if is_out_of_memory(error):
             return {"failed": "out of memory"}
         raise
+
+
+def _close(self: server.Server, sockets: list[socket.socket]) -> None:
+    """Replace a server that would run until a signal."""
+    for listener in sockets:
+        listener.close()
 
 
 def _trial_in_this_process(trial: trials.Trial, runs: Path, jobs: int) -> Any:

@@ -59,6 +59,13 @@ BASES: dict[str, tuple[str, ...]] = {
         "image-run --images image.png --keep 0.98",
         "corrupt-run --tokens 2",
     ),
+    "serve": (
+        "text-run --port 0",
+        "books-run --port 0 --slots 2 --store new-store --prefix-disk-mb 1",
+        "full-run --port 0",
+        "image-run --port 0",
+        "corrupt-run --port 0",
+    ),
     "prepare": (
         "text --path texts",
         "text --path odd-texts --cache new-cache",
@@ -114,6 +121,10 @@ BASES: dict[str, tuple[str, ...]] = {
         "--preset tiny --contexts 8 --batches 1 --kinds vq --prefills 8 --device cpu",
         "--preset tiny --contexts 8 --batches 1 --kinds gpt2 --prefills --out new.json",
     ),
+    "bench serve": (
+        "full-run --text texts/0.txt --clients 1 --minutes 0.001 --requests 1 --max-prompt 4",
+        "corrupt-run --text texts/0.txt --json",
+    ),
     "bench tokenize": ("--path texts --vocab-size 300 --megabytes 1 --json",),
     "bench context": ("--out new.json",),
     "bench compare": ("text-run full-run --json", "text-run --out new.json", "corrupt-run"),
@@ -140,6 +151,9 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "images": ("image.png", "images/0.png"),
     "preset": tuple(PRESETS),
     "stop": ("e", "the"),
+    "host": ("127.0.0.1", "localhost"),
+    "port": ("0",),
+    "store": ("new-store",),
 }
 """Valid values by option name; other options get values by type."""
 

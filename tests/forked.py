@@ -26,7 +26,7 @@ from transformer_vq.cli.main import COMMANDS
 LIBRARY = (
     *("bench.ablate", "bench.compare", "bench.demo", "bench.documents", "bench.plots"),
     *("data.corpus", "generation.images", "generation.snapshot", "generation.text"),
-    *("hf.export", "training.evaluate", "training.run", "training.sizes"),
+    *("hf.export", "serve.server", "training.evaluate", "training.run", "training.sizes"),
 )
 
 

@@ -65,6 +65,7 @@ def test_hugging_face_trains_saves_and_continues_a_text(run, tmp_path):
     assert len(output.partition("    def ")[2]) > 50
 
 
+@pytest.mark.slow
 def test_training_loop_lowers_the_held_out_bits_per_byte(run):
     output = run("training_loop.py")
     (before,) = numbers(r"before training: (\S+) bits", output)
@@ -73,6 +74,7 @@ def test_training_loop_lowers_the_held_out_bits_per_byte(run):
     assert after < 5
 
 
+@pytest.mark.slow
 def test_long_document_has_a_state_of_constant_size(run):
     output = run("long_document.py")
     assert numbers(r"(\S+) tokens: state", output)[-1] > 50_000

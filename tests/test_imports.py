@@ -19,7 +19,7 @@ LAYERS = [
     {"data", "evaluation", "generation", "interop", "presets"},
     {"parallel"},
     {"training"},
-    {"hf", "bench"},
+    {"hf", "bench", "serve"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -27,8 +27,8 @@ def random_tokens(b: int, t: int) -> Tensor:
 @pytest.mark.parametrize(
     ("head_type", "options"),
     [
-        ("shga", {}),
         ("mha", {"attention": "full"}),
+        slow("shga", {}),
         slow("gqa", {"reduction": "associative"}),
         slow("mha", {"reduction": "matmul"}),
         slow("mqa", {"reduction": "input_scan", "absolute_positions": True}),

@@ -37,7 +37,7 @@ from interruptions import (
 
 from transformer_vq import TransformerVQ
 from transformer_vq.cli.main import main
-from transformer_vq.config import RunConfig
+from transformer_vq.config import ModelConfig, OptimConfig, RunConfig
 from transformer_vq.files import read_tensors
 from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
 from transformer_vq.presets import PRESETS
@@ -77,10 +77,10 @@ class Runs:
         # Low decay, so that unused codes are revived within the few steps of these runs.
         sizes = {"d_model": 16, "n_layer": 1, "d_k": 8, "n_code": 24, "block_len": 8}
         self.config = RunConfig(
-            model=replace(TINY.model, **sizes, **dropout, ema_decay=0.6),
+            model=ModelConfig(vocab_size=257, **sizes, **dropout, ema_decay=0.6),
             data=tiny_run(folder).data,
             # With this learning rate and seed, the validation loss rises again after step 6.
-            optim=replace(TINY.optim, lr=0.1, warmup=3),
+            optim=OptimConfig(lr=0.1, warmup=3, grad_clip=1.0, lr_final_share=0.05),
             train=replace(
                 TINY.train,
                 seed=3,
@@ -110,6 +110,10 @@ class Runs:
         changes = self.config.differences(TINY)
         options: list[str] = []
         for name, (value, _) in changes.items():
+            if isinstance(value, bool):
+                section, _, field = name.replace("_", "-").partition(".")
+                options.append(f"--{section}.{'' if value else 'no-'}{field}")
+                continue
             values = value if isinstance(value, tuple) else (value,)
             options += [f"--{name.replace('_', '-')}", *map(str, values)]
         return options

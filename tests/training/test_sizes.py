@@ -194,7 +194,8 @@ def test_accumulate_zero_counts_as_one():
 @pytest.mark.parametrize("saving", [{"checkpoint_activations": True}, {"precision": "bf16"}])
 def test_activation_bytes_shrink_with_options_that_save_memory(attention_type, saving):
     small = PRESETS["small"]
-    plain = replace(small, model=replace(small.model, attention=attention_type))
+    model = replace(small.model, head_type="shga", attention=attention_type)
+    plain = replace(small, model=model)
     saved = replace(plain, train=replace(plain.train, **saving))
     assert sizes(saved).activation_bytes < 0.8 * sizes(plain).activation_bytes
 

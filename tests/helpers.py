@@ -16,6 +16,7 @@ from torch import Tensor
 from transformer_vq import ModelConfig, TransformerVQ
 from transformer_vq.config import DataConfig, OptimConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
+from transformer_vq.ops.decode import DecodeState, Step, Token, attend_one_
 from transformer_vq.ops.quadratic import Phi, quadratic_vq_attention
 from transformer_vq.ops.state import AttentionState
 from transformer_vq.training.metrics import read_metrics
@@ -128,6 +129,19 @@ def attention_inputs(
     for leaf in inputs.leaves().values():
         leaf.requires_grad_(requires_grad)
     return inputs
+
+
+def decode_all(inputs: Inputs, start: int, stop: int, state: AttentionState):
+    """Outputs and last state of decoding the tokens from start to stop one by one."""
+    codebooks = [inputs.codebook]
+    decoding, outputs = DecodeState.of([state], codebooks), []
+    for t in range(start, stop):
+        q, k_hat, z, v, codebook, by_distance = inputs.part(t, t + 1)
+        q, k_hat, v, by_distance = (x[..., 0, :] for x in (q, k_hat, v, by_distance))
+        token = Token(q @ codebook.mT, by_distance, z[..., 0], v, q, k_hat)
+        outputs.append(attend_one_(token, decoding, 0, Step.start_(decoding)))
+    (after,) = decoding.states(codebooks, state.v.dtype)
+    return torch.stack(outputs, dim=-2), after
 
 
 def block_starts(seq_len: int, block_len: int, cuts: tuple[int, ...] = ()) -> Tensor:

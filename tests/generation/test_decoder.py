@@ -98,6 +98,75 @@ def test_the_given_state_is_not_modified():
 
 
 @pytest.mark.parametrize("head_type", HEADS)
+@pytest.mark.parametrize("n_prompt", [2, 9])
+def test_keys_from_before_an_update_of_the_codebooks_are_kept(head_type, n_prompt):
+    """The window of such a state holds keys that are no longer codewords."""
+    model = make(head_type=head_type)
+    tokens = torch.randint(17, (2, n_prompt + 12))
+    output = model(tokens[:, :n_prompt])
+    model.update_codebooks(output.code_usage)
+    decoder, state = Decoder(model, output.state), output.state
+    for i in range(n_prompt, tokens.shape[1]):
+        want = model(tokens[:, i : i + 1], state)
+        state = want.state
+        assert_close("logits", decoder.step(tokens[:, i]), want.logits[:, 0], 1e-12)
+    assert_close("keys", decoder.state().layers[0].k, state.layers[0].k, 1e-12)
+
+
+@pytest.mark.parametrize("head_type", HEADS)
+@pytest.mark.parametrize("compressive_cache", [True, False])
+def test_rows_can_be_replaced_between_steps(head_type, compressive_cache):
+    model = make(head_type=head_type, compressive_cache=compressive_cache)
+    tokens = torch.randint(17, (3, 40))
+    decoder = Decoder(model, model(tokens[:, :3]).state)
+    for i in range(3, 12):
+        decoder.step(tokens[:, i])
+    decoder.write_row_(1, model(tokens[1:2, :9]).state)
+    got = torch.stack([decoder.step(tokens[:, i]) for i in range(12, 30)], 1)
+    assert_close("other rows", got[::2], model(tokens[::2]).logits[:, 12:30], 1e-12)
+    alone = torch.cat([tokens[1:2, :9], tokens[1:2, 12:30]], 1)
+    assert_close("new row", got[1], model(alone).logits[0, 9:], 1e-12)
+    want = model(alone).state.layers[0]
+    assert_close("window", decoder.state().layers[0].v[1], want.v[0], 1e-12)
+    if compressive_cache:
+        assert torch.equal(decoder.state().layers[0].cache.count[1], want.cache.count[0])
+
+
+@pytest.mark.parametrize("head_type", HEADS)
+def test_a_bfloat16_state_is_close_to_float32(head_type):
+    model = make(torch.float32, head_type=head_type)
+    tokens = torch.randint(17, (2, 40))
+    decoder = Decoder(model, model(tokens[:, :9]).state, state_dtype=torch.bfloat16)
+    got = torch.stack([decoder.step(tokens[:, i]) for i in range(9, 40)], 1)
+    assert_close("logits", got, model(tokens).logits[:, 9:], 1e-2)
+    assert decoder.state().layers[0].v.dtype == torch.float32
+
+
+def test_means_of_a_bfloat16_state_keep_moving():
+    """A mean in bfloat16 would stop after 256 tokens of a code."""
+    model = make(torch.float32, n_code=1, n_layer=1)
+    tokens = torch.randint(17, (1, 1500))
+    decoder = Decoder(model, model.init_state(1), state_dtype=torch.bfloat16)
+    for token in tokens[0]:
+        decoder.step(token.unsqueeze(0))
+    got, want = decoder.state().layers[0].cache, model(tokens).state.layers[0].cache
+    assert torch.equal(got.count, want.count)
+    assert_close("means", got.mean, want.mean, 1e-2)
+
+
+@pytest.mark.parametrize("head_type", HEADS)
+def test_autocast_computes_scores_in_float32(head_type):
+    """Otherwise decoding would choose other codes than the forward."""
+    model = make(torch.float32, head_type=head_type)
+    tokens = torch.randint(17, (2, 30))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        want = model(tokens)
+        decoder = Decoder(model, model(tokens[:, :9]).state)
+        got = torch.stack([decoder.step(tokens[:, i]) for i in range(9, 30)], 1)
+    assert_close("logits", got, want.logits[:, 9:], 2e-2)
+
+
+@pytest.mark.parametrize("head_type", HEADS)
 @pytest.mark.parametrize("n_prompt", [0, 1, 9])
 def test_full_attention_decodes_within_its_room(head_type, n_prompt):
     model = make(attention="full", head_type=head_type)

@@ -4,11 +4,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers import assert_close, assert_same_gradients, attention_inputs, reference
+from helpers import (
+    assert_close,
+    assert_same_gradients,
+    attention_inputs,
+    decode_all,
+    reference,
+)
 
 from transformer_vq.ops.blockwise import vq_attention
-from transformer_vq.ops.decode import Ring, attend_one_
-from transformer_vq.ops.inputs import AttentionInputs
 from transformer_vq.ops.minimal import minimal_vq_attention
 
 HEADS = {"shga": (1, 1), "mqa": (1, 3), "mha": (3, 1), "gqa": (2, 3)}
@@ -49,10 +53,6 @@ def test_minimal_equals_every_reduction_with_a_carried_state(reduction, cuts):
 def test_minimal_equals_decoding_token_by_token():
     inputs = attention_inputs(30, h=2, g=2, block_len=8)
     want, want_state = minimal_vq_attention(*inputs.part(0, 30), inputs.empty_state())
-    ring, outputs = Ring.of(inputs.empty_state()), []
-    for t in range(30):
-        q, k_hat, z, v, codebook, by_distance = inputs.part(t, t + 1)
-        token = (q[..., 0, :], k_hat[..., 0, :], z[..., 0], v[..., 0, :])
-        outputs.append(attend_one_(AttentionInputs(*token, codebook, by_distance[..., 0, :]), ring))
-    assert_close("output", torch.stack(outputs, dim=-2), want)
-    assert_same_state(ring.state(), want_state)
+    got, got_state = decode_all(inputs, 0, 30, inputs.empty_state())
+    assert_close("output", got, want)
+    assert_same_state(got_state, want_state)

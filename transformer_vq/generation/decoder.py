@@ -1,27 +1,26 @@
 """Decoding in place: the same function as `TransformerVQ.forward`, one token per row and call.
 
-Everything that depends only on weights is computed once: codebooks, projected sinusoids, and one
-matrix for all input projections of a layer. With quantized keys the state does not grow, so every
-token costs the same; full attention preallocates memory for the new tokens.
+Everything that depends only on weights is computed once: one matrix for all input projections of a
+layer, and one table of codewords and projected sinusoids. With quantized keys the state does not
+grow, so every token costs the same; full attention preallocates memory for the new tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.nn.attention import FullAttention, VQAttention
-from transformer_vq.nn.layers import is_plain, rms_norm
+from transformer_vq.nn.layers import NORM_EPS, is_plain
 from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.nn.projections import AttentionLayer
-from transformer_vq.nn.quantizer import nearest_code
 from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.cache import accumulation_dtype
-from transformer_vq.ops.decode import Ring, attend_one_
-from transformer_vq.ops.inputs import AttentionInputs
+from transformer_vq.ops.decode import DecodeState, Step, Token, attend_one_, lookup
+from transformer_vq.ops.precision import full_precision
 from transformer_vq.ops.quadratic import quadratic_attention
 from transformer_vq.ops.state import AttentionState
 
@@ -30,18 +29,32 @@ class Decoder:
     """A model that continues from a copy of a state, without dropout and gradients.
 
     room: maximum number of new tokens; needed for full attention only, whose state grows.
+    state_dtype: that of the values in the state, for VQ attention. bfloat16 halves what a step
+    reads of it; means are still updated in float32.
     """
 
-    def __init__(self, model: TransformerVQ, state: ModelState, room: int = 0) -> None:
+    def __init__(
+        self,
+        model: TransformerVQ,
+        state: ModelState,
+        room: int = 0,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
         self.model = model
         self._position = state.position.clone()
-        states = iter(state.detach().layers)
-        self._layers: dict[int, _Layer] = {}
-        for i, branch in enumerate(model.branches):
-            if isinstance(branch, VQAttention):
-                self._layers[i] = _VQLayer(branch, next(states))
-            elif isinstance(branch, FullAttention):
-                self._layers[i] = _FullLayer(branch, next(states), room)
+        states = state.detach().layers
+        self._dtype = states[0].v.dtype
+        attentions = [x for x in model.branches if isinstance(x, VQAttention | FullAttention)]
+        vq = [x for x in attentions if isinstance(x, VQAttention)]
+        self._vq_layers = [_VQLayer(x, part) for x, part in zip(vq, states, strict=False)]
+        self._full_layers: list[_FullLayer] = []
+        self._state: DecodeState | None = None
+        if vq:
+            self._state = DecodeState.of(states, self._codebooks(), state_dtype)
+        else:
+            full = [x for x in attentions if isinstance(x, FullAttention)]
+            pairs = zip(full, states, strict=True)
+            self._full_layers = [_FullLayer(x, part, room) for x, part in pairs]
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -49,114 +62,178 @@ class Decoder:
         x = self.model.embed(tokens.long())
         if self.model.positions is not None:
             x = x + self.model.positions(self._position)
-        for i, branch in enumerate(self.model.branches):
-            layer = self._layers.get(i)
-            x = x + (branch(x) if layer is None else layer.step(x))
+        state = self._state
+        shared = None if state is None else Step.start_(state)
+        number = 0
+        for branch in self.model.branches:
+            if not isinstance(branch, VQAttention | FullAttention):
+                x = x + branch(x)
+                continue
+            if state is None or shared is None:
+                x = x + self._full_layers[number].step(x)
+            else:
+                x = self._vq_layers[number].step(x, state, number, shared)
+            number += 1
         self._position += 1
         return self.model.logits(self.model.finish(x))
 
+    @torch.no_grad()
     def write_row_(self, row: int, state: ModelState) -> None:
         """Replace the state of one row by another state of one row; VQ attention only."""
+        assert self._state is not None
         self._position[row] = state.position[0]
-        for layer, part in zip(self._layers.values(), state.detach().layers, strict=True):
-            layer.write_row_(row, part)
+        self._state.write_row_(row, state.detach().layers, self._codebooks())
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the state that a step reads; VQ attention only."""
+        assert self._state is not None
+        return self._state.read_bytes
 
     def state(self) -> ModelState:
         """Return a copy of the state, for `forward` or another decoder."""
-        return ModelState(tuple(layer.state() for layer in self._layers.values()))
+        if self._state is None:
+            return ModelState(tuple(layer.state() for layer in self._full_layers))
+        return ModelState(self._state.states(self._codebooks(), self._dtype))
+
+    def _codebooks(self) -> list[Tensor]:
+        return [layer.codebook for layer in self._vq_layers]
 
 
-class _Layer:
-    """One attention branch with its constants precomputed."""
+class _VQLayer:
+    """One VQ attention branch with its constants precomputed."""
 
     @torch.no_grad()
-    def __init__(self, attention: AttentionLayer, state: AttentionState, room: int) -> None:
-        self.attention = attention
-        gates = [] if attention.g_proj is None else [attention.g_proj]
-        self.projections = [attention.q_proj, attention.k_proj, attention.v_proj, *gates]
+    def __init__(self, attention: VQAttention, state: AttentionState) -> None:
+        self.attention = a = attention
+        exact = accumulation_dtype(a.u.dtype)
+        self.n_code = a.quantizer.codebook.shape[1]
+        self.codebook = a.quantizer.codebook.to(exact)
+        heads = (a.n_kv_head, a.n_group, a.d_k)
+        self.u = a.u.view(heads).to(exact) * a.d_k**-0.25
+        self.floors = _floor(a.config.d_model, self.u), _floor(a.d_k, self.u)
+        self._set_weight()
+        # One product gives the scores of queries and keys with codewords and with distances. Their
+        # norm has no factor sqrt(d_k), see `_unit`; the table has it, and the scale of q and k.
+        r = a.relative_keys(a.sinusoids(state, 1)).to(exact)
+        factor = a.d_k**0.5 * a.d_k**-0.25
+        self.table = (
+            torch.cat([self.codebook, r], dim=1) * factor
+        ).mT.contiguous()  # [h, k, S + d]
+        v = a.v.view(heads).to(exact) * a.d_k**-0.25
+        of_queries = torch.cat([self.u @ self.codebook.mT, v @ r.mT], dim=-1)
+        # The nearest codeword has the largest k . c - |c|^2 / 2.
+        half_norms = self.codebook.square().sum(-1, keepdim=True).mT / 2
+        of_keys = F.pad(-half_norms, (0, r.shape[1]))
+        self.constant = torch.cat([of_queries, of_keys], dim=1)  # [h, g + 1, S + d]
+
+    def _set_weight(self) -> None:
+        """Merge the input projections, unless some must be called, as with adapters.
+
+        Rows are in the order of use: for each head its queries and its key, then values and gates.
+        """
+        a = self.attention
+        gates = [] if a.g_proj is None else [a.g_proj]
         self.weight: Tensor | None = None
-        """All input projections as one matrix; None if some must be called, as with adapters."""
-        if all(is_plain(projection) for projection in self.projections):
-            weights = [projection.weight for projection in self.projections]
-            self.weight, self.widths = torch.cat(weights), [len(weight) for weight in weights]
+        projections = [a.q_proj, a.k_proj, a.v_proj, *gates]
+        if all(is_plain(projection) for projection in projections):
+            q, k, *others = (projection.weight for projection in projections)
+            q = q.unflatten(0, (a.n_kv_head, -1))
+            k = k.unflatten(0, (a.n_kv_head, -1))
+            weight = torch.cat([torch.cat([q, k], dim=1).flatten(0, 1), *others])
+            self.weight = weight * a.config.d_model**0.5 if a.config.norm_input else weight
+
+    def step(self, x: Tensor, state: DecodeState, layer: int, shared: Step) -> Tensor:
+        """Return x plus the residual branch. x: [b, d_model], same shape as the result."""
+        a = self.attention
+        qk, v, gate = self._project(x)
+        is_autocast = torch.is_autocast_enabled(x.device.type)
+        with full_precision(x.device) if is_autocast else nullcontext():
+            token = self._token(qk.to(self.table.dtype), v, state)
+            wv = attend_one_(token, state, layer, shared).flatten(1)
+        if gate is not None:
+            wv = wv.to(gate.dtype) * gate
+        output: Tensor = a.o_proj(wv.to(v.dtype))
+        return x + output
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return queries and keys, [b, h, g + 1, k], values, [b, h, v], and the gates."""
+        a = self.attention
+        width = a.n_kv_head * (a.n_group + 1) * a.d_k
+        if self.weight is None:
+            x = a.norm(x)
+            q = a.q_proj(x).unflatten(-1, (a.n_kv_head, a.n_group, a.d_k))
+            k = a.k_proj(x).unflatten(-1, (a.n_kv_head, 1, a.d_k))
+            qk, v = torch.cat([q, k], dim=2), a.v_proj(x)
+            gate = None if a.g_proj is None else F.silu(a.g_proj(x))
+            v = v if gate is None else F.silu(v)
+        else:
+            x = _unit(x, self.floors[0]) if a.config.norm_input else x
+            projected = F.linear(x, self.weight)
+            qk = projected[:, :width].view(len(x), a.n_kv_head, a.n_group + 1, a.d_k)
+            v, gate = projected[:, width:], None
+            if a.g_proj is not None:
+                v, gate = F.silu(v).split([a.n_kv_head * a.d_v, a.d_v], dim=-1)
+        return qk, v.unflatten(-1, (a.n_kv_head, a.d_v)), gate
+
+    def _token(self, qk: Tensor, v: Tensor, state: DecodeState) -> Token:
+        """Quantize the key, and compute all scores of the query."""
+        b, h, n, k = qk.shape  # n = g + 1
+        unit = _unit(qk, self.floors[1])
+        by_head = unit.transpose(0, 1).reshape(h, b * n, k)
+        scores = torch.bmm(by_head, self.table).view(h, b, n, -1) + self.constant.unsqueeze(1)
+        scores = scores.transpose(0, 1)  # [b, h, g + 1, S + L + 1]
+        z = scores[:, :, -1, : self.n_code].argmax(-1)
+        of_query = scores[:, :, :-1]
+        code_scores, position_scores = of_query[..., : self.n_code], of_query[..., self.n_code :]
+        if state.k is None:
+            return Token(code_scores, position_scores, z, v)
+        q = unit[:, :, :-1] * k**0.25 + self.u
+        return Token(code_scores, position_scores, z, v, q, lookup(self.codebook, z))
+
+
+def _floor(width: int, like: Tensor) -> Tensor:
+    """Return what the epsilon of RMSNorm adds to a norm, as a leg of a right triangle."""
+    return torch.full((), math.sqrt(width * NORM_EPS), dtype=like.dtype, device=like.device)
+
+
+def _unit(x: Tensor, floor: Tensor) -> Tensor:
+    """Return rms_norm(x) / sqrt(d) in few operations, in the dtype of `floor` or better."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=floor.dtype)
+    return (x / torch.hypot(norm, floor)).to(x.dtype)
+
+
+class _FullLayer:
+    """One full attention branch with memory for new tokens."""
+
+    @torch.no_grad()
+    def __init__(self, attention: FullAttention, state: AttentionState, room: int) -> None:
+        self.attention = attention
         self.r = attention.relative_keys(attention.sinusoids(state, room))
-        heads = (attention.n_kv_head, attention.n_group, attention.d_k)
-        self.u, self.v = attention.u.view(heads), attention.v.view(heads)
+        self.length, self.position = state.k.shape[-2], state.position.clone()
+        self.keys, self.values = (F.pad(x, (0, 0, 0, room)) for x in (state.k, state.v))
 
     def step(self, x: Tensor) -> Tensor:
         """Return the residual branch. x: [b, d_model], same shape as the result."""
         a = self.attention
-        q, k, v, *gate = self._project(a.norm(x))
-        q = rms_norm(q.unflatten(-1, (a.n_kv_head, a.n_group, a.d_k)))
-        k = rms_norm(k.unflatten(-1, (a.n_kv_head, a.d_k))) * a.d_k**-0.25
-        v = v.unflatten(-1, (a.n_kv_head, a.d_v))
-        v = F.silu(v) if gate else v
-        q_content, q_position = ((q + bias) * a.d_k**-0.25 for bias in (self.u, self.v))
-        wv = self.attend(q_content, q_position, k, v).flatten(1)
-        output: Tensor = a.o_proj(wv * F.silu(gate[0]) if gate else wv)
-        return output
-
-    def _project(self, x: Tensor) -> Sequence[Tensor]:
-        if self.weight is None:
-            return [projection(x) for projection in self.projections]
-        return torch.split(F.linear(x, self.weight), self.widths, dim=-1)
-
-    def attend(self, q_content: Tensor, q_position: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend and advance the state. q_*: [b, h, g, k], k: [b, h, k], v: [b, h, v]."""
-        raise NotImplementedError
-
-    def write_row_(self, row: int, state: AttentionState) -> None:
-        """Replace one row of the state."""
-        raise NotImplementedError
+        if self.length == self.keys.shape[-2]:
+            raise ValueError(f"no room for token {self.length + 1}; give the decoder more `room`")
+        x_tilde = a.norm(x).unsqueeze(1)
+        q_content, q_position = a.queries(x_tilde)
+        k, v = a.keys_and_values(x_tilde)
+        self.keys[..., self.length : self.length + 1, :] = k
+        self.values[..., self.length : self.length + 1, :] = v
+        self.length += 1
+        self.position += 1
+        bias = q_position @ self.r[:, None, -self.length :].mT
+        slots = torch.arange(self.length, device=k.device)
+        empty = slots < self.length - self.position.unsqueeze(-1)  # [b, j]
+        bias = bias.masked_fill(empty[:, None, None, None], -torch.inf)
+        keys, values = (y[..., : self.length, :] for y in (self.keys, self.values))
+        wv = quadratic_attention(q_content, keys, values, bias)
+        return a.residual(wv, x_tilde).squeeze(1)
 
     def state(self) -> AttentionState:
         """Return a copy of the state."""
-        raise NotImplementedError
-
-
-class _VQLayer(_Layer):
-    def __init__(self, attention: VQAttention, state: AttentionState) -> None:
-        super().__init__(attention, state, room=1)
-        self.ring = Ring.of(state)
-        self.codebook = attention.quantizer.codebook.to(accumulation_dtype(attention.u.dtype))
-        n_head, n_code, _ = self.codebook.shape
-        self.first_code = n_code * torch.arange(n_head, device=state.k.device)
-
-    def attend(self, q_content: Tensor, q_position: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        z = nearest_code(k.to(self.codebook.dtype).unsqueeze(-2), self.codebook).squeeze(-1)
-        codebook = self.codebook.to(k.dtype)
-        k_hat = F.embedding(z + self.first_code, codebook.flatten(0, 1))
-        by_distance = q_position @ self.r.mT
-        inputs = AttentionInputs(q_content, k_hat, z, v, codebook, by_distance)
-        return attend_one_(inputs, self.ring)
-
-    def write_row_(self, row: int, state: AttentionState) -> None:
-        self.ring.write_row_(row, state)
-
-    def state(self) -> AttentionState:
-        return self.ring.state()
-
-
-class _FullLayer(_Layer):
-    def __init__(self, attention: FullAttention, state: AttentionState, room: int) -> None:
-        super().__init__(attention, state, room)
-        self.length, self.position = state.k.shape[-2], state.position.clone()
-        self.keys, self.values = (F.pad(x, (0, 0, 0, room)) for x in (state.k, state.v))
-
-    def attend(self, q_content: Tensor, q_position: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.length == self.keys.shape[-2]:
-            raise ValueError(f"no room for token {self.length + 1}; give the decoder more `room`")
-        self.keys[..., self.length, :] = k
-        self.values[..., self.length, :] = v
-        self.length += 1
-        self.position += 1
-        bias = q_position @ self.r[:, -self.length :].mT
-        slots = torch.arange(self.length, device=k.device)
-        empty = slots < self.length - self.position.unsqueeze(-1)  # [b, j]
-        bias = bias.masked_fill(empty[:, None, None], -torch.inf).unsqueeze(-2)
-        keys, values = (x[..., : self.length, :] for x in (self.keys, self.values))
-        return quadratic_attention(q_content.unsqueeze(-2), keys, values, bias).squeeze(-2)
-
-    def state(self) -> AttentionState:
         k, v = (x[..., : self.length, :].clone() for x in (self.keys, self.values))
         return AttentionState(k, v, self.position.clone())

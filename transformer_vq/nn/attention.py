@@ -143,7 +143,7 @@ class VQAttention(AttentionLayer):
         """Project, quantize and attend for one segment."""
         x_tilde, packing = self.norm(inputs.x), inputs.packing
         q_content, q_position = self.queries(x_tilde)
-        k, v = self._keys_and_values(x_tilde)
+        k, v = self.keys_and_values(x_tilde)
         valid = None if packing is None else packing.valid
         quantized = self.quantizer(k, valid, inputs.key_priority)
         k_hat, z, codebook = quantized.k_hat, quantized.z, quantized.codebook
@@ -164,7 +164,7 @@ class VQAttention(AttentionLayer):
             grad_through_cache=self.config.grad_through_cache,
             n_blocks=inputs.n_blocks,
         )
-        y = self._residual(wv, x_tilde)
+        y = self.residual(wv, x_tilde)
         return AttentionOutput(y, state, quantized.commit_loss, quantized.usage)
 
     def _is_sharded(self) -> bool:
@@ -233,7 +233,7 @@ class FullAttention(AttentionLayer):
     def _segment(self, inputs: LayerInputs, state: AttentionState) -> AttentionOutput:
         x_tilde, packing = self.norm(inputs.x), inputs.packing
         q_content, q_position = self.queries(x_tilde)
-        k, v = self._keys_and_values(x_tilde)
+        k, v = self.keys_and_values(x_tilde)
         n_past, seq_len = state.k.shape[-2], inputs.x.shape[1]
         k_all = torch.cat([state.k.to(k.dtype), k], dim=-2)
         v_all = torch.cat([state.v.to(v.dtype), v], dim=-2)
@@ -255,7 +255,7 @@ class FullAttention(AttentionLayer):
             document=state.document,
             sinusoid_mask=mask,
         )
-        return AttentionOutput(self._residual(wv, x_tilde), after, x_tilde.new_zeros(()), None)
+        return AttentionOutput(self.residual(wv, x_tilde), after, x_tilde.new_zeros(()), None)
 
     def _sinusoid_mask(self, state: AttentionState, n_key: int) -> Tensor | None:
         """Return the dropout mask, which has a row per distance and grows at the far end."""

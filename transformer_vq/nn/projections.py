@@ -179,13 +179,13 @@ class AttentionLayer(nn.Module):
         u, v = (x.view(self.n_kv_head, self.n_group, 1, self.d_k) for x in (self.u, self.v))
         return (q + u) * self.d_k**-0.25, (q + v) * self.d_k**-0.25
 
-    def _keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return k: [b, h, t, k] and v: [b, h, t, v]."""
         k = self.k_proj(x).unflatten(-1, (self.n_kv_head, self.d_k)).transpose(1, 2)
         v = self.v_proj(x).unflatten(-1, (self.n_kv_head, self.d_v)).transpose(1, 2)
         return rms_norm(k) * self.d_k**-0.25, v if self.g_proj is None else F.silu(v)
 
-    def _residual(self, wv: Tensor, x: Tensor) -> Tensor:
+    def residual(self, wv: Tensor, x: Tensor) -> Tensor:
         """Apply the gate, if any, and the output projection. wv: [b, h, g, t, v]."""
         o = wv.permute(0, 3, 1, 2, 4).flatten(2)
         y: Tensor = self.o_proj(o if self.g_proj is None else gated(o, self.g_proj(x)))

@@ -1,138 +1,303 @@
 """Decode one token in place: Theorem 3.7 for a block of one token; nothing grows.
 
-The window is a ring of L + 1 slots, so that a token attends to itself and the L tokens before it in
-one product. The slot after the current one holds the oldest token, which is evicted to the cache.
+A step is bound by memory: it reads all weights and all of the state once. So the layout serves one
+product per layer: the window, a ring of L + 1 slots, and the means of the cache are rows of one
+table. A token attends to itself, the L tokens before it and the cache with one softmax. Keys in the
+window are codewords, so their scores are looked up among those of the codebook.
+
+The free slot still holds the token that has left the window; it is evicted to the cache when the
+next token overwrites it. Then each buffer is written once per step, which torch.compile does in
+place; a second write to a buffer would make it copy all of it.
+
 The result equals that of `vq_attention` on a segment of length one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype, merge
-from transformer_vq.ops.inputs import AttentionInputs
-from transformer_vq.ops.quadratic import attention_weights
 from transformer_vq.ops.state import AttentionState
 
 
 @dataclass(frozen=True)
-class Ring:
-    """An attention state that is updated in place.
+class DecodeState:
+    """The attention states of n layers, updated in place. Rows and heads are one axis, r = b h.
 
-    k: [b, h, L + 1, k], v: [b, h, L + 1, v], z: [b, h, L + 1], position: [b], and the cache.
-    slot: [1], the free slot for the next token; the slot after it holds the oldest token. It is a
-    tensor, so that a compiled step is the same at every position.
+    values: [r, L + 1 + S, v] per layer, the slots of the window and the means of the cache; without
+    a cache only the slots. z: [r, L + 1] per layer, codes in the window. log_count: [n r, columns],
+    the logarithm of the number of tokens in each row of values. position: [b].
+    slot: [1], the free slot for the next token, a tensor, so that a compiled step is the same at
+    every position.
     """
 
-    k: Tensor
-    v: Tensor
-    z: Tensor
+    values: tuple[Tensor, ...]
+    z: tuple[Tensor, ...]
+    log_count: Tensor
     position: Tensor
-    cache: CacheStats | None
     slot: Tensor
+    n_pending: Tensor
+    """Tokens in the free slot that are to be evicted, 0 or 1: [b] of int64."""
+    count: Tensor | None
+    """Number of tokens per code, [n r, S]; None without a cache."""
+    mean: tuple[Tensor, ...] | None
+    """Means in float32 or better, [r, S, v] per layer, if those in `values` have fewer bits."""
+    k: tuple[Tensor, ...] | None
+    """Keys in the window, [r, L + 1, k] per layer; None if all of them are codewords."""
 
     @classmethod
-    def of(cls, state: AttentionState) -> Ring:
-        """Copy a state."""
-        assert state.z is not None
-        cache = state.cache
+    def of(
+        cls,
+        states: Sequence[AttentionState],
+        codebooks: Sequence[Tensor],
+        dtype: torch.dtype | None = None,
+    ) -> DecodeState:
+        """Copy the states of all layers. codebooks: [h, s, k] each. dtype: that of the values."""
+        dtype = states[0].v.dtype if dtype is None else dtype
+        exact = accumulation_dtype(dtype)
+        position = states[0].position.clone()
+        n_head, window_len = states[0].v.shape[1:3]
+        slots = torch.arange(window_len + 1, device=position.device)
+        is_filled = slots > window_len - position.unsqueeze(-1)  # [b, L + 1]; slot 0 is free
+        in_window = is_filled.to(exact).repeat_interleave(n_head, 0).repeat(len(states), 1)
+        values = [F.pad(state.v, (0, 0, 1, 0)).to(dtype) for state in states]
+        count, mean, n_tokens = None, None, in_window
+        caches = [state.cache for state in states if state.cache is not None]
+        if caches:
+            count = torch.cat([x.count.flatten(0, 1) for x in caches])
+            n_tokens = torch.cat([in_window, count.to(exact)], dim=-1)
+            pairs = zip(values, caches, strict=True)
+            values = [torch.cat([x, cache.mean.to(dtype)], dim=-2) for x, cache in pairs]
+            if exact != dtype:
+                mean = tuple(x.mean.flatten(0, 1).clone() for x in caches)
+        keys = None
+        if not _are_codewords(states, codebooks):
+            keys = tuple(F.pad(state.k, (0, 0, 1, 0)).flatten(0, 1) for state in states)
         return cls(
-            k=F.pad(state.k, (0, 0, 1, 0)),
-            v=F.pad(state.v, (0, 0, 1, 0)),
-            z=F.pad(state.z, (1, 0)),
-            position=state.position.clone(),
-            cache=None if cache is None else _copy(cache),
-            slot=torch.zeros(1, dtype=torch.int64, device=state.k.device),
+            values=tuple(x.flatten(0, 1) for x in values),
+            z=tuple(F.pad(_codes(state), (1, 0)).flatten(0, 1) for state in states),
+            log_count=n_tokens.log(),
+            position=position,
+            slot=torch.zeros(1, dtype=torch.int64, device=position.device),
+            n_pending=torch.zeros_like(position),
+            count=count,
+            mean=mean,
+            k=keys,
         )
 
-    def write_row_(self, row: int, state: AttentionState) -> None:
-        """Replace one row by a state of one row, at the places of the current slot."""
-        assert state.z is not None
-        order = self._order()
-        self.k[row].index_copy_(-2, order, state.k[0])
-        self.v[row].index_copy_(-2, order, state.v[0])
-        self.z[row].index_copy_(-1, order, state.z[0])
-        self.position[row] = state.position[0]
-        if self.cache is not None and state.cache is not None:
-            self.cache.mean[row] = state.cache.mean[0]
-            self.cache.count[row] = state.cache.count[0]
+    @property
+    def n_slots(self) -> int:
+        return self.z[0].shape[-1]
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that a step reads."""
+        tables = [*self.values, *self.z, *(self.k or ())]
+        return self.log_count.nbytes + sum(x.nbytes for x in tables)
+
+    def write_row_(
+        self, row: int, states: Sequence[AttentionState], codebooks: Sequence[Tensor]
+    ) -> None:
+        """Replace one row by states of one row."""
+        new = DecodeState.of(states, codebooks, self.values[0].dtype)
+        if (new.k is None) != (self.k is None):
+            raise ValueError("the keys in the window are codewords in some rows only")
+        n_layer, n_head, n = len(states), len(new.z[0]), self.n_slots
+        rows = slice(row * n_head, (row + 1) * n_head)
+        order = torch.cat([self.slot, self._order()])  # the new state has its free slot first
+        for i in range(n_layer):
+            self.values[i][rows, :n].index_copy_(1, order, new.values[i][:, :n])
+            self.values[i][rows, n:] = new.values[i][:, n:]
+            self.z[i][rows].index_copy_(1, order, new.z[i])
+            if self.mean is not None and new.mean is not None:
+                self.mean[i][rows] = new.mean[i]
+            if self.k is not None and new.k is not None:
+                self.k[i][rows].index_copy_(1, order, new.k[i])
+        logs, new_logs = (x.log_count.unflatten(0, (n_layer, -1)) for x in (self, new))
+        logs[:, rows, :n].index_copy_(2, order, new_logs[..., :n])
+        logs[:, rows, n:] = new_logs[..., n:]
+        if self.count is not None and new.count is not None:
+            counts = self.count.unflatten(0, (n_layer, -1))
+            counts[:, rows] = new.count.unflatten(0, (n_layer, -1))
+        self.position[row] = new.position[0]
+        self.n_pending[row] = 0
+
+    def states(self, codebooks: Sequence[Tensor], dtype: torch.dtype) -> tuple[AttentionState, ...]:
+        """Return a copy as attention states with this dtype."""
+        order, found = self._order(), []
+        heads = (len(self.position), -1)
+        evicted = None if self.count is None else self._evict()
+        for i, codebook in enumerate(codebooks):
+            z = self.z[i].index_select(1, order).unflatten(0, heads)
+            v = self.values[i].index_select(1, order).unflatten(0, heads).to(dtype)
+            k = lookup(codebook.to(dtype), z)
+            if self.k is not None:
+                k = self.k[i].index_select(1, order).unflatten(0, heads).to(dtype)
+            state = AttentionState(k, v, self.position.clone(), z)
+            k = k.masked_fill(~state.window_valid[:, None, :, None], 0)
+            cache = None
+            if evicted is not None and self.count is not None:
+                mean, count = self._means(i).clone(), self.count.chunk(len(self.z))[i].clone()
+                rows = torch.arange(len(mean), device=mean.device).unsqueeze(-1)
+                mean[rows, evicted.z[i]] = evicted.cache.mean[i]
+                count[rows, evicted.z[i]] = evicted.cache.count[i]
+                cache = CacheStats(mean.unflatten(0, heads), count.unflatten(0, heads))
+            found.append(replace(state, k=k, cache=cache))
+        return tuple(found)
 
     def _order(self) -> Tensor:
         """Return the slots of the window, from the oldest token to the newest."""
-        n_slots = self.k.shape[-2]
-        return (self.slot + torch.arange(1, n_slots, device=self.slot.device)) % n_slots
+        return (self.slot + torch.arange(1, self.n_slots, device=self.slot.device)) % self.n_slots
 
-    def state(self) -> AttentionState:
-        """Return a copy as an attention state."""
-        order = self._order()
-        return AttentionState(
-            k=self.k.index_select(-2, order),
-            v=self.v.index_select(-2, order),
-            z=self.z.index_select(-1, order),
-            position=self.position.clone(),
-            cache=None if self.cache is None else _copy(self.cache),
+    def _means(self, layer: int) -> Tensor:
+        return self.values[layer][:, self.n_slots :] if self.mean is None else self.mean[layer]
+
+    def _evict(self) -> Evicted:
+        """Merge the token in the free slot of every row, if any, with the mean of its code."""
+        assert self.count is not None
+        n_layer, n_row = len(self.z), len(self.z[0])
+        z = torch.stack([x.index_select(1, self.slot) for x in self.z])  # [n, r, 1]
+        v = torch.stack([x.index_select(1, self.slot) for x in self.values])  # [n, r, 1, v]
+        place = z.unsqueeze(-1).expand(v.shape)
+        mean = torch.stack([self._means(i).gather(1, place[i]) for i in range(n_layer)])
+        count = self.count.gather(1, z.flatten(0, 1)).unflatten(0, (n_layer, n_row))
+        pending = self.n_pending.repeat_interleave(n_row // len(self.n_pending))
+        token = CacheStats(v.to(mean.dtype), pending.unsqueeze(-1).expand_as(count))
+        cache = merge(CacheStats(mean, count), token)
+        return Evicted(z, cache)
+
+
+@dataclass(frozen=True)
+class Evicted:
+    """z: [n, r, 1], the codes of evicted tokens, and the statistics of these codes with them."""
+
+    z: Tensor
+    cache: CacheStats
+
+
+@dataclass(frozen=True)
+class Step:
+    """What all layers share in one step.
+
+    slot: [1], that of the token. column: [L + 1], the column of the positional scores for each
+    slot. log_count: [n, r, columns]. rows: [r, 1], all rows.
+    """
+
+    slot: Tensor
+    column: Tensor
+    log_count: Tensor
+    rows: Tensor
+    evicted: Evicted | None
+
+    @classmethod
+    def start_(cls, state: DecodeState) -> Step:
+        """Count the new token and the evicted ones; layers write them in `attend_one_`."""
+        n, slot, device = state.n_slots, state.slot.clone(), state.slot.device
+        all_rows = torch.arange(len(state.log_count), device=device).unsqueeze(-1)
+        evicted = None
+        column = slot.expand(all_rows.shape)
+        log = torch.zeros((), dtype=state.log_count.dtype, device=device).expand(all_rows.shape)
+        if state.count is not None:
+            evicted = state._evict()
+            z, count = (x.flatten(0, 1) for x in (evicted.z, evicted.cache.count))
+            state.count.index_put_((all_rows, z), count)
+            column = torch.cat([column, n + z], dim=1)
+            log = torch.cat([log, count.to(log.dtype).log()], dim=1)
+        state.log_count.index_put_((all_rows, column), log)
+        state.slot.copy_((slot + 1) % n)
+        state.position.add_(1)
+        state.n_pending.copy_(state.position >= n)
+        steps = torch.arange(n - 1, 2 * n - 1, device=device)
+        n_row = len(state.z[0])
+        return cls(
+            slot=slot,
+            column=(steps - slot) % n,  # column j of the positional scores is for distance L - j
+            log_count=state.log_count.unflatten(0, (-1, n_row)),
+            rows=all_rows[:n_row],
+            evicted=evicted,
         )
 
 
-def attend_one_(inputs: AttentionInputs, ring: Ring) -> Tensor:
-    """Attend from one token per row to the cache, the window and itself; update the ring.
+@dataclass(frozen=True)
+class Token:
+    """One token per row in one layer. code_scores: [b, h, g, S] of the query with the codewords,
+    position_scores: [b, h, g, L + 1] for distances L, ..., 0, or None; z: [b, h], v: [b, h, v].
 
-    inputs without the axis of tokens, q: [b, h, g, k], k_hat: [b, h, k], z: [b, h], v: [b, h, v],
-    by_distance: [b, h, g, L + 1] -> [b, h, g, v].
+    q: [b, h, g, k] and k_hat: [b, h, k], needed only if keys in the window are not codewords.
     """
-    q, v = inputs.q, inputs.v
-    n_slots = ring.k.shape[-2]
-    ring.k.index_copy_(-2, ring.slot, inputs.k_hat.unsqueeze(-2))
-    ring.v.index_copy_(-2, ring.slot, v.unsqueeze(-2))
-    ring.z.index_copy_(-1, ring.slot, inputs.z.unsqueeze(-1))
 
-    # Column j of by_distance is for distance L - j: that of the token j + 1 slots after this one.
-    column = (torch.arange(n_slots - 1, 2 * n_slots - 1, device=q.device) - ring.slot) % n_slots
-    filled = column >= n_slots - 1 - ring.position.unsqueeze(-1)  # [b, L + 1]
-    scores = q @ ring.k.mT
-    if inputs.by_distance is not None:
-        scores = scores + inputs.by_distance.index_select(-1, column)
-    multiplicity = filled.to(accumulation_dtype(v.dtype)).unsqueeze(1)  # [b, 1, L + 1]
-    if ring.cache is None:
-        output = attention_weights(scores, None, multiplicity).to(v.dtype) @ ring.v
+    code_scores: Tensor
+    position_scores: Tensor | None
+    z: Tensor
+    v: Tensor
+    q: Tensor | None = None
+    k_hat: Tensor | None = None
+
+
+def attend_one_(token: Token, state: DecodeState, layer: int, step: Step) -> Tensor:
+    """Attend from one token per row to itself, the window and the cache: [b, h, g, v].
+
+    The token is written to the window of the layer, and the evicted one to its cache.
+    """
+    z = state.z[layer].index_copy_(1, step.slot, token.z.view(-1, 1))
+    values = _write_(token.v.flatten(0, 1).unsqueeze(1), state, layer, step)
+    of_codes = token.code_scores.flatten(0, 1)  # [r, g, S]
+    if state.k is None:
+        window = of_codes.gather(-1, z.unsqueeze(1).expand(-1, of_codes.shape[1], -1))
     else:
-        multiplicity = multiplicity.expand(-1, q.shape[1], -1)
-        weights = attention_weights(
-            torch.cat([scores, q @ inputs.codebook.mT], dim=-1),
-            None,
-            torch.cat([multiplicity, ring.cache.count], dim=-1),
-        ).to(v.dtype)
-        output = weights[..., :n_slots] @ ring.v
-        output += weights[..., n_slots:] @ ring.cache.mean.to(v.dtype)
-
-    ring.slot.add_(1).remainder_(n_slots)
-    if ring.cache is not None:
-        _evict_(
-            ring.cache,
-            ring.z.index_select(-1, ring.slot),
-            ring.v.index_select(-2, ring.slot),
-            ring.position >= n_slots - 1,
-        )
-    ring.position.add_(1)
-    return output
+        assert token.q is not None
+        assert token.k_hat is not None
+        k_hat = token.k_hat.flatten(0, 1).unsqueeze(1)
+        keys = state.k[layer].index_copy_(1, step.slot, k_hat.to(state.k[layer].dtype))
+        window = token.q.flatten(0, 1) @ keys.mT.to(token.q.dtype)
+    if token.position_scores is not None:
+        window = window + token.position_scores.flatten(0, 1).index_select(-1, step.column)
+    scores = window if step.evicted is None else torch.cat([window, of_codes], dim=-1)
+    weights = (scores + step.log_count[layer].unsqueeze(1)).softmax(-1).to(values.dtype)
+    # Not bmm: for a single query torch.compile would replace it by a slow loop on the CPU.
+    output = torch.baddbmm(weights.new_empty(1, 1, 1), weights, values, beta=0)
+    return output.view(*token.code_scores.shape[:-1], -1)
 
 
-def _evict_(cache: CacheStats, z: Tensor, v: Tensor, counted: Tensor) -> None:
-    """Merge one token per row and head into the cache, for the rows where `counted` is True.
+def _write_(v: Tensor, state: DecodeState, layer: int, step: Step) -> Tensor:
+    """Write the token's value, [r, 1, v], and the evicted token's mean to the table; return it."""
+    values = state.values[layer]
+    if step.evicted is None:
+        values.index_copy_(1, step.slot, v.to(values.dtype))
+        return values
+    z, mean = step.evicted.z[layer], step.evicted.cache.mean[layer]
+    if state.mean is not None:
+        state.mean[layer].index_put_((step.rows, z), mean)
+    column = torch.cat([step.slot.expand(z.shape), state.n_slots + z], dim=1)
+    both = torch.cat([v.to(values.dtype), mean.to(values.dtype)], dim=1)
+    values.index_put_((step.rows, column), both)
+    return values
 
-    z: [b, h, 1], v: [b, h, 1, v], counted: [b].
-    """
-    place = z.unsqueeze(-1).expand(v.shape)
-    before = CacheStats(cache.mean.gather(-2, place), cache.count.gather(-1, z))
-    count = counted.to(cache.count.dtype).view(-1, 1, 1).expand(z.shape)
-    after = merge(before, CacheStats(v.to(cache.mean.dtype), count))
-    cache.mean.scatter_(-2, place, after.mean)
-    cache.count.scatter_(-1, z, after.count)
+
+def lookup(codebook: Tensor, z: Tensor) -> Tensor:
+    """Return the codewords of the codes. codebook: [h, s, k], z: [b, h, ...] -> [b, h, ..., k]."""
+    n_head, n_code, _ = codebook.shape
+    first = n_code * torch.arange(n_head, device=z.device)
+    return F.embedding(z + first.view(-1, *[1] * (z.ndim - 2)), codebook.flatten(0, 1))
 
 
-def _copy(cache: CacheStats) -> CacheStats:
-    return CacheStats(cache.mean.clone(), cache.count.clone())
+def _codes(state: AttentionState) -> Tensor:
+    assert state.z is not None
+    return state.z
+
+
+def _are_codewords(states: Sequence[AttentionState], codebooks: Sequence[Tensor]) -> bool:
+    """Return whether all keys in the windows are codewords: not if a codebook has changed since."""
+    if states[0].k.is_meta:
+        return True
+    differ = [
+        (state.k != lookup(codebook.to(state.k.dtype), _codes(state)))
+        & state.window_valid[:, None, :, None]
+        for state, codebook in zip(states, codebooks, strict=True)
+    ]
+    return not torch.stack([x.any() for x in differ]).any()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers import tiny_config
 
+from transformer_vq import TransformerVQ
 from transformer_vq.bench import decode
 from transformer_vq.bench.cells import in_subprocess, machine, peak_bytes
 from transformer_vq.bench.decode import Cell, measure
@@ -38,6 +39,14 @@ def test_state_of_the_baselines_grows_with_the_context(kind, tmp_path):
 def test_state_of_vq_does_not_grow_with_the_context(tmp_path):
     short, long = (measure(tiny_config(), Cell("vq", n, 3), CPU, tmp_path) for n in (8, 5000))
     assert short["state_bytes"] == long["state_bytes"] > 0
+
+
+def test_a_bf16_state_counts_half_of_keys_values_and_means(tmp_path):
+    cells = [Cell("vq", 8, 2, state_precision=x) for x in ("fp32", "bf16")]
+    full, half = (measure(tiny_config(), x, CPU, tmp_path)["state_bytes"] for x in cells)
+    layers = TransformerVQ(tiny_config()).init_state(2).layers
+    tables = [x for layer in layers for x in (layer.k, layer.v, layer.cache.mean)]
+    assert full - half == sum(x.nbytes for x in tables) / 2
 
 
 def test_gpt2_baseline_has_about_as_many_parameters():

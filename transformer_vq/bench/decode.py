@@ -38,7 +38,7 @@ from transformer_vq.bench.records import (
     PrefillRow,
     decode_name,
 )
-from transformer_vq.config import AttentionType, ModelConfig
+from transformer_vq.config import AttentionType, ModelConfig, Precision
 from transformer_vq.device import evaluating
 from transformer_vq.errors import missing_extra
 from transformer_vq.generation.decoder import Decoder
@@ -62,6 +62,7 @@ class Cell:
     context: int
     batch: int
     compiled: bool = False
+    state_precision: Precision = "fp32"
 
 
 @dataclass(frozen=True)
@@ -81,19 +82,21 @@ def run(
     kinds: Sequence[DecodeKind],
     prefills: Sequence[int],
     compiled: bool = False,
+    state_precisions: Sequence[Precision] = ("fp32",),
     memory_gb: float = 16.0,
     time_limit: float = 1200.0,
     device: torch.device | None = None,
 ) -> DecodeRecord:
     """Measure every cell in a subprocess; cells that exceed a limit are reported as failed.
 
-    time_limit: seconds per cell, including the prefill of its context and compilation.
+    state_precisions: of the values in the state of VQ attention. time_limit: seconds per cell,
+    including the prefill of its context and compilation.
     """
     check_limits(memory_gb=memory_gb, time_limit=time_limit)
     if "gpt2" in kinds:
         _check_transformers()
     device = device or torch.device("cpu")
-    cells = _cells(contexts, batches, kinds, compiled)
+    cells = _cells(contexts, batches, kinds, compiled, state_precisions)
     rows: list[DecodeRow] = []
     prefill_rows: list[PrefillRow] = []
     with (
@@ -125,14 +128,20 @@ def run(
 
 
 def _cells(
-    contexts: Sequence[int], batches: Sequence[int], kinds: Sequence[DecodeKind], compiled: bool
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    kinds: Sequence[DecodeKind],
+    compiled: bool,
+    state_precisions: Sequence[Precision],
 ) -> list[Cell]:
-    every_kind: tuple[DecodeKind, ...] = ("vq", "full", "gpt2")
-    ordered = [kind for kind in every_kind if kind in kinds]
-    cells = [Cell(kind, n, b) for kind in ordered for b in batches for n in contexts]
-    if compiled and "vq" in kinds:
-        cells += [Cell("vq", n, b, compiled=True) for b in batches for n in contexts]
-    return cells
+    sizes = [(n, b) for b in batches for n in contexts]
+    cells = []
+    if "vq" in kinds:
+        for is_compiled in (False, True)[: 1 + compiled]:
+            for precision in dict.fromkeys(state_precisions):
+                cells += [Cell("vq", n, b, is_compiled, precision) for n, b in sizes]
+    others: tuple[DecodeKind, ...] = ("full", "gpt2")
+    return cells + [Cell(kind, n, b) for kind in others if kind in kinds for n, b in sizes]
 
 
 def _fields(cell: Cell) -> DecodeRow:
@@ -141,6 +150,7 @@ def _fields(cell: Cell) -> DecodeRow:
         "context": cell.context,
         "batch": cell.batch,
         "compiled": cell.compiled,
+        "state_precision": cell.state_precision,
     }
 
 
@@ -247,9 +257,19 @@ def _prepare(config: ModelConfig, cell: Cell, room: int, folder: Path) -> Prepar
         state = load_context(path, model).repeat(cell.batch).state
     else:
         state = _random_state(model, cell)
-    decoder = Decoder(model, state, room)
+    dtype = torch.bfloat16 if cell.state_precision == "bf16" else None
+    decoder = Decoder(model, state, room, dtype)
     step = torch.compile(decoder.step, fullgraph=True) if cell.compiled else decoder.step
-    return Prepared(lambda: step(token), state.n_bytes, weight_bytes(model))
+    n_bytes = state.n_bytes
+    if dtype is not None:
+        n_bytes -= sum(_halved_bytes(layer) for layer in state.layers)
+    return Prepared(lambda: step(token), n_bytes, weight_bytes(model))
+
+
+def _halved_bytes(state: AttentionState) -> int:
+    """Return the bytes that a step does not read if keys, values and means are bfloat16."""
+    mean = 0 if state.cache is None else state.cache.mean.nbytes
+    return (state.k.nbytes + state.v.nbytes + mean) // 2
 
 
 def _prefill_random(model: TransformerVQ, n_tokens: int) -> Context:

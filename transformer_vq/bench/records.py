@@ -154,11 +154,14 @@ class DecodeRow(TypedDict):
     tokens_per_second: NotRequired[float]
     state_bytes: NotRequired[int]
     share_of_bandwidth: NotRequired[float]
+    state_precision: NotRequired[Precision]
+    """That of the values in the state; fp32 if it is not recorded."""
 
 
 def decode_name(row: DecodeRow) -> str:
     """Return the name of the model of a row in tables and figures."""
-    return f"{row['kind']}, compiled" if row["compiled"] else row["kind"]
+    state = ", bf16 state" if row.get("state_precision") == "bf16" else ""
+    return f"{row['kind']}{state}, compiled" if row["compiled"] else f"{row['kind']}{state}"
 
 
 @final

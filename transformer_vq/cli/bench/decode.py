@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformer_vq.bench.records import DecodeKind
 from transformer_vq.cli.arguments import MAX_ROWS, UsageError, check_range, find_preset
 from transformer_vq.cli.bench.common import MAX_TOKENS, Out, parse_with_output, print_result
 from transformer_vq.cli.options import Device, Json, Overwrite
+from transformer_vq.config import Precision
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,12 @@ class Decode:
 
     preset: str = "small"
     """Preset with the size of the model."""
+    d_k: int | None = None
+    """Width of keys instead of the preset's."""
+    n_code: int | None = None
+    """Number of codes instead of the preset's."""
+    block_len: int | None = None
+    """Block length instead of the preset's."""
     contexts: tuple[int, ...] = (1024, 8192, 65536, 524288)
     """Context lengths: tokens before the timed steps."""
     batches: tuple[int, ...] = (1, 8)
@@ -27,6 +34,8 @@ class Decode:
     """Prompt lengths for which the peak memory of the prefill is measured."""
     compile: bool = False
     """Also measure compiled decoding."""
+    state_precisions: tuple[Precision, ...] = ("fp32",)
+    """Precisions of the values in the state of vq: fp32, bf16 or both."""
     memory_gb: float = 16.0
     """Memory limit of a measurement."""
     time_limit: float = 1200.0
@@ -47,7 +56,11 @@ def run(arguments: list[str]) -> None:
             raise UsageError(f"--{name}: give numbers of at least 1")
         for number in numbers:
             check_range(f"--{name}", number, 1, MAX_ROWS if name == "batches" else MAX_TOKENS)
-    model = find_preset(options.preset).model
+    sizes = {name: getattr(options, name) for name in ("d_k", "n_code", "block_len")}
+    model = replace(
+        find_preset(options.preset).model,
+        **{name: size for name, size in sizes.items() if size is not None},
+    )
 
     from transformer_vq.bench.decode import run as measure
     from transformer_vq.bench.decode import table
@@ -60,6 +73,7 @@ def run(arguments: list[str]) -> None:
         kinds=options.kinds,
         prefills=options.prefills,
         compiled=options.compile,
+        state_precisions=options.state_precisions,
         memory_gb=options.memory_gb,
         time_limit=options.time_limit,
         device=find_device(options.device),

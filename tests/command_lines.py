@@ -125,6 +125,10 @@ BASES: dict[str, tuple[str, ...]] = {
         "full-run --text texts/0.txt --clients 1 --minutes 0.001 --requests 1 --max-prompt 4",
         "corrupt-run --text texts/0.txt --json",
     ),
+    "bench first-token": (
+        "full-run --text texts/0.txt --tokens 8 --gpt2-tokens",
+        "corrupt-run --text texts/0.txt --tokens 8 --json",
+    ),
     "bench tokenize": ("--path texts --vocab-size 300 --megabytes 1 --json",),
     "bench context": ("--out new.json",),
     "bench compare": ("text-run full-run --json", "text-run --out new.json", "corrupt-run"),

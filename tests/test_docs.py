@@ -70,7 +70,7 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
 def test_options_of_commands_exist(page):
     reference = dict(
         re.findall(
-            r"^## tvq (\w+(?: \w+)?)\n\n```text\n(.*?)^```$",
+            r"^## tvq (\w+(?: [\w-]+)?)\n\n```text\n(.*?)^```$",
             (DOCS / "reference" / "commands.md").read_text(),
             flags=re.DOTALL | re.MULTILINE,
         )

@@ -52,7 +52,10 @@ def test_bug_shows_its_traceback(bug, monkeypatch, capsys):
     assert f"{type(bug).__name__}: {bug}" in error
 
 
-@pytest.mark.parametrize("command", ["compare run", "context", "decode", "documents", "train"])
+@pytest.mark.parametrize(
+    "command",
+    ["compare run", "context", "decode", "documents", "first-token run --text x", "train"],
+)
 def test_output_in_a_missing_folder_is_one_line(command, tmp_path, capsys):
     path = tmp_path / "missing" / "record.json"
     with pytest.raises(SystemExit) as stopped:
@@ -75,7 +78,7 @@ def test_check_can_write_rejects_an_existing_file_without_overwrite(tmp_path):
             check_can_write("--out", bad, True)
 
 
-@pytest.mark.parametrize("command", ["compare run", "context"])
+@pytest.mark.parametrize("command", ["compare run", "context", "first-token run --text x"])
 def test_benchmark_keeps_an_existing_output_file(command, tmp_path, capsys):
     path = tmp_path / "record.json"
     path.write_text("kept")

@@ -9,7 +9,7 @@ import torch
 from helpers import tiny_config
 
 from transformer_vq import TransformerVQ
-from transformer_vq.bench import decode
+from transformer_vq.bench import decode, gpt2
 from transformer_vq.bench.cells import in_subprocess, machine, peak_bytes
 from transformer_vq.bench.decode import Cell, measure
 from transformer_vq.bench.plots import plot_record
@@ -54,8 +54,8 @@ def test_gpt2_baseline_has_about_as_many_parameters():
 
     for name in ("small", "enwik8-190m"):
         config = PRESETS[name].model
-        width, n_layer = decode._gpt2_shape(config)
-        assert 12 * n_layer * width**2 == pytest.approx(decode.n_parameters(config), rel=0.15)
+        width, n_layer = gpt2.shape(config)
+        assert 12 * n_layer * width**2 == pytest.approx(gpt2.n_parameters(config), rel=0.15)
 
 
 def test_command_prints_a_table_and_writes_a_record(tmp_path, monkeypatch, capsys):

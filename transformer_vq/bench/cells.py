@@ -16,8 +16,9 @@ from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import median
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,7 +30,16 @@ Result = TypeVar("Result")
 
 OUT_OF_MEMORY = "out of memory"
 SECONDS_TO_EXIT = 10
+LONG = 10.0  # seconds; what takes longer is measured once
 LONGEST_WAIT = 1e6  # seconds, 11 days; poll() rejects timeouts above 24 days
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a benchmark; `record` has the measurements so far."""
+
+    def __init__(self, record: Any) -> None:
+        super().__init__()
+        self.record = record
 
 
 def in_subprocess(
@@ -151,8 +161,16 @@ def peak_bytes(device: torch.device | None = None) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _status_bytes(field: str) -> int:
-    status = Path("/proc/self/status").read_text()
+def peak_bytes_of(pid: int) -> int | None:
+    """Return the peak resident memory of another process; None if the system does not tell."""
+    try:
+        return _status_bytes("VmHWM", pid)
+    except (OSError, IndexError):
+        return None
+
+
+def _status_bytes(field: str, process: int | str = "self") -> int:
+    status = Path(f"/proc/{process}/status").read_text()
     return int(status.split(f"{field}:")[1].split()[0]) * 1024
 
 
@@ -183,6 +201,17 @@ def seconds_per_call(
         function()
     synchronize(device)
     return (perf_counter() - start) / n
+
+
+def median_seconds(timed: Callable[[], float]) -> float:
+    """Return the median time of three calls; one that takes long is not repeated.
+
+    timed: does the work and returns the seconds that it took.
+    """
+    first = timed()
+    if first > LONG:
+        return first
+    return median([first, *(timed() for _ in range(2))])
 
 
 def synchronize(device: torch.device | None) -> None:

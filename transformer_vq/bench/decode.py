@@ -9,10 +9,8 @@ of a step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from transformer_vq.bench import gpt2
 from transformer_vq.bench.cells import (
     best_seconds,
     check_limits,
@@ -40,7 +39,6 @@ from transformer_vq.bench.records import (
 )
 from transformer_vq.config import AttentionType, ModelConfig, Precision
 from transformer_vq.device import evaluating
-from transformer_vq.errors import missing_extra
 from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.prefill import Context, run_segments
 from transformer_vq.generation.snapshot import load_context, save_context
@@ -94,7 +92,7 @@ def run(
     """
     check_limits(memory_gb=memory_gb, time_limit=time_limit)
     if "gpt2" in kinds:
-        _check_transformers()
+        gpt2.check_installed()
     device = device or torch.device("cpu")
     cells = _cells(contexts, batches, kinds, compiled, state_precisions)
     rows: list[DecodeRow] = []
@@ -119,7 +117,7 @@ def run(
             prefill_rows.append({"context": n_tokens, **memory})
             advance(1, note=f"prefill of {n_tokens:,} tokens")
     return {
-        "what": f"decoding, {n_parameters(config):,} parameters, float32",
+        "what": f"decoding, {gpt2.n_parameters(config):,} parameters, float32",
         "machine": machine(device),
         "model": asdict(config),
         "decode": rows,
@@ -213,19 +211,12 @@ def table(record: DecodeRecord) -> str:
     return "\n".join(lines)
 
 
-def n_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of a model."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in TransformerVQ(config).parameters())
-
-
 def state_bytes(config: ModelConfig, cell: Cell) -> int:
     """Return the bytes of the keys and values of a growing state; 0 for vq."""
     if cell.kind == "vq":
         return 0
     if cell.kind == "gpt2":
-        width, n_layer = _gpt2_shape(config)
-        return 4 * cell.batch * cell.context * n_layer * 2 * width
+        return gpt2.kv_bytes(config, cell.context, cell.batch)
     with torch.device("meta"):
         empty = TransformerVQ(replace(config, attention="full")).init_state(cell.batch)
     widths = sum(x.k.shape[1] * (x.k.shape[-1] + x.v.shape[-1]) for x in empty.layers)
@@ -296,37 +287,14 @@ def _random_state(model: TransformerVQ, cell: Cell) -> ModelState:
     return ModelState(tuple(layers))
 
 
-def _gpt2_shape(config: ModelConfig) -> tuple[int, int]:
-    """Return width and layers of a GPT-2 with about as many parameters, without positions."""
-    n_layer = 2 * config.n_layer
-    width = math.sqrt(n_parameters(config) / (12 * n_layer))
-    return max(round(width / 64), 1) * 64, n_layer
-
-
-def _check_transformers() -> None:
-    """Raise UserError if transformers is not installed, without importing it."""
-    if find_spec("transformers") is None:
-        raise missing_extra("the gpt2 baseline", "transformers>=5")
-
-
 def _prepare_gpt2(config: ModelConfig, cell: Cell, room: int) -> Prepared:
-    _check_transformers()
-    from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+    model = gpt2.build(config, cell.context + room)
+    from transformers import DynamicCache
 
-    width, n_layer = _gpt2_shape(config)
-    settings = GPT2Config(
-        vocab_size=config.vocab_size,
-        n_positions=cell.context + room,
-        n_embd=width,
-        n_layer=n_layer,
-        n_head=width // 64,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = GPT2LMHeadModel(settings).eval()
     token = torch.randint(config.vocab_size, (cell.batch, 1))
-    shape = (cell.batch, width // 64, cell.context, 64)
-    cache = DynamicCache(config=settings)
+    width, n_layer = gpt2.shape(config)
+    shape = (cell.batch, width // gpt2.HEAD_WIDTH, cell.context, gpt2.HEAD_WIDTH)
+    cache = DynamicCache(config=model.config)
     for layer in range(n_layer):
         cache.update(torch.randn(shape), torch.randn(shape), layer)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from transformer_vq.bench.compress_plot import plot_compression
+from transformer_vq.bench.first_token_plot import plot_first_token
 from transformer_vq.bench.recall_plot import plot_recall
 from transformer_vq.bench.records import (
     AblationRecord,
@@ -192,6 +193,7 @@ FIGURES: dict[str, Callable[[Any, Path], None]] = {
     "recall": plot_recall,
     "profile": plot_profile,
     "compression": plot_compression,
+    "first_token": plot_first_token,
     "rows": plot_train,
     "protocols": plot_positions,
 }

@@ -6,16 +6,12 @@ Every text that a client received in full is compared with that of the same requ
 from __future__ import annotations
 
 import queue
-import re
 import resource
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +21,7 @@ import torch
 from transformer_vq.bench.cells import machine
 from transformer_vq.bench.serve_load import Job, Load, Seen, make_jobs
 from transformer_vq.bench.serve_records import ServeRecord, ServeSettings
+from transformer_vq.bench.serving import serving
 from transformer_vq.data.tokenizers import Tokenizer
 from transformer_vq.errors import UserError
 from transformer_vq.generation.decode import stream
@@ -54,9 +51,13 @@ def measure(
     if len(tokens) < 2:
         raise UserError("the text for prompts is too short; give a longer one")
     jobs = make_jobs(tokens, tokenizer, settings.requests, settings.max_prompt, settings.max_tokens)
-    with serving(run, settings.slots, 4 * settings.clients) as (port, process):
-        memory = Memory(process.pid)
-        load = Load(port, jobs, settings.cancelled, settings.malformed)
+    options = ["--slots", str(settings.slots), "--queue", str(4 * settings.clients)]
+    with (
+        tempfile.TemporaryDirectory() as store,
+        serving(run, Path(store), options) as server,
+    ):
+        memory = Memory(server.pid)
+        load = Load(server.port, jobs, settings.cancelled, settings.malformed)
         with progress_bar("load", round(60 * settings.minutes), "s") as advance:
             memory.start(advance)
             start = time.monotonic()
@@ -93,42 +94,6 @@ def measure(
             "memory_mb": memory.summary(),
         },
     }
-
-
-@contextmanager
-def serving(run: str, slots: int, waiting: int) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """Start `tvq serve` on a free port, without prefix reuse; yield the port and the process."""
-    words = f"--port 0 --slots {slots} --queue {waiting} --prefix-memory-mb 0 --time-limit 1e6"
-    with tempfile.TemporaryDirectory() as store, tempfile.TemporaryFile("w+") as messages:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "transformer_vq",
-                "serve",
-                run,
-                *words.split(),
-                "--store",
-                store,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=messages,
-            text=True,
-        )
-        try:
-            assert process.stdout is not None
-            found = re.search(r":(\d+)/", process.stdout.readline())
-            if found is None:
-                process.wait()
-                messages.seek(0)
-                said = messages.read().strip().rpartition("\n")[2].removeprefix("tvq: ")
-                raise UserError(f"tvq serve {run} did not start: {said or 'no message'}")
-            yield int(found.group(1)), process
-        finally:
-            process.terminate()
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
 
 
 class Memory:

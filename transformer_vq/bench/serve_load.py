@@ -10,12 +10,15 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from transformer_vq.bench.serving import connection_to, events, post
 from transformer_vq.data.tokenizers import Tokenizer
 
 Outcome = Literal["complete", "cancelled", "rejected", "wrong"]
 
+PATH = "/v1/completions"
+TIMEOUT = 3600.0  # seconds without a byte from the server
 MALFORMED: tuple[tuple[bytes, int], ...] = (
     (b"{", 400),
     (b'{"prompt": "\xff"}', 400),
@@ -120,51 +123,34 @@ class Load:
             return self._send_malformed(*rng.choice(MALFORMED))
         job = rng.choice(self.jobs)
         limit = rng.randint(1, job.max_tokens) if kind < self.malformed + self.cancelled else None
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=3600)
-        try:
+        with connection_to(self.port, TIMEOUT) as connection:
             return _stream(connection, job, limit)
-        finally:
-            connection.close()
 
     def _send_malformed(self, body: bytes, status: int) -> Seen:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=3600)
-        try:
-            response = _post(connection, body)
+        with connection_to(self.port, TIMEOUT) as connection:
+            response = post(connection, PATH, body)
             error = json.loads(response.read())["error"]
-        finally:
-            connection.close()
         if response.status == status:
             return Seen("rejected")
         return Seen("wrong", detail=f"status {response.status}: {error['message']}")
 
 
-def _post(connection: http.client.HTTPConnection, body: bytes) -> http.client.HTTPResponse:
-    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-    return connection.getresponse()
-
-
 def _stream(connection: http.client.HTTPConnection, job: Job, limit: int | None) -> Seen:
     """Send a request and read its stream; disconnect after `limit` events, if given."""
     start = time.monotonic()
-    response = _post(connection, job.body())
+    response = post(connection, PATH, job.body())
     if response.status != 200:
         detail = f"status {response.status}: {response.read()[:200]!r}"
         return Seen("wrong", job.number, detail=detail)
-    text, n_events, first = "", 0, 0.0
-    for line in response:
-        if not line.startswith(b"data: "):
-            continue
-        if line.startswith(b"data: [DONE]"):
-            return Seen("wrong", job.number, detail="the stream has no end")
-        value: dict[str, Any] = json.loads(line[6:])
+    text, first = "", 0.0
+    for n_events, value in enumerate(events(response), 1):
         if "error" in value:
             return Seen("wrong", job.number, detail=str(value["error"]["message"]))
         first = first or time.monotonic() - start
         (choice,) = value["choices"]
         text += choice["text"]
-        n_events += 1
         if choice["finish_reason"] is not None:
             return Seen("complete", job.number, text, n_events - 1, first)
         if limit is not None and n_events >= limit:
             return Seen("cancelled", job.number, text, n_events, first)
-    return Seen("wrong", job.number, detail="the stream was cut")
+    return Seen("wrong", job.number, detail="the stream is incomplete")

@@ -15,6 +15,7 @@ import torch
 
 from transformer_vq.bench.cells import (
     OUT_OF_MEMORY,
+    Interrupted,
     check_limits,
     in_subprocess,
     machine,
@@ -37,14 +38,6 @@ from transformer_vq.progress import progress_bar, warn
 
 USABLE_MEMORY = 0.9  # fraction of all memory, so that the machine stays responsive
 START = 600.0  # seconds that a subprocess may take before its first step, including compilation
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a grid; `record` has the cells measured so far."""
-
-    def __init__(self, record: StepRecord) -> None:
-        super().__init__()
-        self.record = record
 
 
 @dataclass

@@ -45,7 +45,7 @@ def completion_script(shell: str) -> str:
 
 def option_classes() -> dict[str, Any]:
     """Return the option dataclass of every command, such as "train" or "bench decode"."""
-    from transformer_vq.cli.bench import BENCHES
+    from transformer_vq.cli.bench import BENCHES, module_of
     from transformer_vq.cli.main import COMMANDS
 
     found = {
@@ -54,8 +54,8 @@ def option_classes() -> dict[str, Any]:
         if name != "bench"
     }
     for name in BENCHES:
-        module = import_module(f"transformer_vq.cli.bench.{name}")
-        found[f"bench {name}"] = getattr(module, name.title())
+        module = import_module(module_of(name))
+        found[f"bench {name}"] = getattr(module, name.title().replace("-", ""))
     return found
 
 

@@ -12,6 +12,7 @@ from transformer_vq.cli.bench.context import Context
 from transformer_vq.cli.bench.decode import Decode
 from transformer_vq.cli.bench.demo import Demo
 from transformer_vq.cli.bench.documents import Documents
+from transformer_vq.cli.bench.first_token import FirstToken
 from transformer_vq.cli.bench.profile import Profile
 from transformer_vq.cli.bench.recall import Recall
 from transformer_vq.cli.bench.scaling import Scaling
@@ -29,6 +30,7 @@ __all__ = [
     "Decode",
     "Demo",
     "Documents",
+    "FirstToken",
     "Profile",
     "Recall",
     "Scaling",
@@ -36,20 +38,22 @@ __all__ = [
     "Tokenize",
     "Train",
     "Variants",
+    "module_of",
     "run",
 ]
 
-# Name of the benchmark, which is also the name of the module with its `run` function -> summary.
+# Name of the benchmark -> summary. `module_of` names the module with its `run` function.
 BENCHES: dict[str, str] = {
     "train": "training throughput and memory by sequence length: Tables 6-9",
     "ablate": "loss and step time by codebook size: Tables 1 and 2",
-    "variants": "bits per byte of variants of a config, such as VQ and full attention",
+    "variants": "bits per byte of variants, such as VQ and full attention",
     "scaling": "bits per byte by codebook size and model size: power laws",
     "recall": "accuracy of recall by context length, next to Mamba",
     "profile": "time of a training step by part",
     "documents": "cost of packed documents in training",
     "decode": "speed, state size and memory of decoding by context length",
     "serve": "a server under load: errors, memory, tokens/s",
+    "first-token": "time to the first token of long documents, through a server",
     "context": "context parallelism: bytes sent, and lengths that fit in memory",
     "tokenize": "throughput and memory of preparing text",
     "compare": "curves and test results of several runs in one record",
@@ -69,12 +73,17 @@ def run(arguments: list[str]) -> int | None:
         raise UsageError(
             f"unknown benchmark {name!r}{nearest(name, BENCHES)}; choose one of {names}"
         )
-    status: int | None = import_module(f"{__name__}.{name}").run(rest)
+    status: int | None = import_module(module_of(name)).run(rest)
     return status
 
 
+def module_of(name: str) -> str:
+    """Return the module of a benchmark."""
+    return f"{__name__}.{name.replace('-', '_')}"
+
+
 def _overview() -> str:
-    lines = [f"  {name:<9} {summary}" for name, summary in BENCHES.items()]
+    lines = [f"  {name:<11} {summary}" for name, summary in BENCHES.items()]
     return "\n".join(
         [
             "usage: tvq bench WHAT [options]",

@@ -69,9 +69,10 @@ def run(arguments: list[str]) -> None:
     options = parse_with_output(Train, arguments, "train")
     check_range("--repeats", options.repeats, 1, MAX_REPEATS)
 
+    from transformer_vq.bench.cells import Interrupted
     from transformer_vq.bench.grid import grid
-    from transformer_vq.bench.train import Interrupted, table
     from transformer_vq.bench.train import run as measure
+    from transformer_vq.bench.train import table
 
     kinds, lengths, repeats = KINDS, LENGTHS, REPEATS
     if options.quick:

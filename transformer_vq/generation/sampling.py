@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,11 @@ class Sampling:
         """Whether the most likely token is always chosen; dividing by less would overflow."""
         return self.temperature < 1e-30
 
+    @property
+    def is_restricted(self) -> bool:
+        """Whether only the most likely tokens may be chosen."""
+        return self.top_p < 1 or self.top_k is not None
+
     def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
         """Choose a token per row by inverting the cumulative distribution.
 
@@ -48,20 +54,63 @@ def choose(rules: Sequence[Sampling], logits: Tensor, uniform: Tensor) -> Tensor
     """Choose a token per row as `Sampling.choose` does, with one rule per row or one for all."""
     if all(rule.is_greedy for rule in rules):
         return logits.argmax(-1)
+    temperature = _per_row([1.0 if rule.is_greedy else rule.temperature for rule in rules], logits)
+    p, uniform = (logits / temperature).softmax(-1), uniform.to(logits.dtype)
+    is_restricted = [rule.is_restricted for rule in rules]
+    if not any(is_restricted):
+        tokens = _draw(p, uniform)
+    else:
+        kept, order = _most_likely(p, rules)
+        tokens = order.gather(-1, _draw(kept, uniform).unsqueeze(-1)).squeeze(-1)
+        if not all(is_restricted):
+            rows = torch.tensor(is_restricted, device=p.device)
+            tokens = torch.where(rows, tokens, _draw(p, uniform))
+    if any(rule.is_greedy for rule in rules):
+        rows = torch.tensor([rule.is_greedy for rule in rules], device=p.device)
+        tokens = torch.where(rows, logits.argmax(-1), tokens)
+    return tokens
 
-    def column(values: Sequence[float], dtype: torch.dtype = logits.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=logits.device).unsqueeze(-1)
 
-    n = logits.shape[-1]
-    temperature = column([1.0 if rule.is_greedy else rule.temperature for rule in rules])
-    p, order = (logits / temperature).softmax(-1).sort(descending=True, stable=True)
-    before = p.cumsum(-1) - p  # mass of the more likely tokens: the first one is always kept
-    p = p.masked_fill(before >= column([rule.top_p for rule in rules]), 0.0)
-    # A greedy row keeps only the most likely token.
-    kept = [1 if rule.is_greedy else min(rule.top_k or n, n) for rule in rules]
-    if min(kept) < n:
-        ranks = torch.arange(n, device=logits.device)
-        p = p.masked_fill(ranks >= column(kept, torch.int64), 0.0)
+def _draw(p: Tensor, uniform: Tensor) -> Tensor:
+    """Invert the cumulative distribution. p: [b, n], not normalized, uniform: [b] -> [b]."""
     cumulative = p.cumsum(-1)
-    drawn = (cumulative <= (uniform.to(p) * cumulative[..., -1]).unsqueeze(-1)).sum(-1)
-    return order.gather(-1, drawn.clamp(max=n - 1).unsqueeze(-1)).squeeze(-1)
+    total = cumulative[..., -1]
+    # Below the total, also if a number close to 1 was rounded: the last tokens may have p = 0.
+    target = (uniform * total).minimum(total.nextafter(torch.zeros_like(total)))
+    return (cumulative <= target.unsqueeze(-1)).sum(-1)
+
+
+def _most_likely(p: Tensor, rules: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
+    """Return the tokens in descending order, and their probabilities, 0 for excluded ones.
+
+    p: [b, n] -> [b, n] each. Of equally likely tokens, those with lower ids come first.
+    """
+    n = p.shape[-1]
+    p, order = _sort(p)
+    before = p.cumsum(-1) - p  # mass of the more likely tokens: the first one is always kept
+    excluded = before >= _per_row([rule.top_p for rule in rules], p)
+    kept = [min(rule.top_k or n, n) for rule in rules]
+    if min(kept) < n:
+        excluded |= torch.arange(n, device=p.device) >= _per_row(kept, p)
+    return p.masked_fill(excluded, 0.0), order
+
+
+def _sort(p: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort each row of positive numbers in descending order, stably."""
+    if p.device.type != "cpu" or p.dtype != torch.float32 or torch.compiler.is_compiling():
+        values, order = p.sort(descending=True, stable=True)
+        return values, order
+    # NumPy sorts integers with vector instructions, several times as fast as torch; for a large
+    # vocabulary the sort would take longer than the model. The bits of positive floats are in
+    # their order; the index in the lower half makes it stable.
+    largest = torch.iinfo(torch.int32).max
+    key = ((largest - p.view(torch.int32).long()) << 32) | torch.arange(p.shape[-1])
+    order = torch.from_numpy(np.sort(key.numpy(), axis=-1)) & largest
+    return p.gather(-1, order), order
+
+
+def _per_row(values: Sequence[float], like: Tensor) -> Tensor | float:
+    """Return one value per row, [b, 1], or a number if all are equal, which need not be copied."""
+    if len(set(values)) == 1:
+        return values[0]
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)

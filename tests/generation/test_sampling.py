@@ -1,0 +1,64 @@
+"""Sampling rules: which tokens can be chosen, and that rows do not depend on each other."""
+
+import pytest
+import torch
+
+from transformer_vq import Sampling
+from transformer_vq.generation.sampling import _sort, choose
+
+RULES = [
+    Sampling(),
+    Sampling(0.7),
+    Sampling(0.0),
+    Sampling(top_p=0.5),
+    Sampling(1.3, top_p=0.9, top_k=5),
+    Sampling(top_k=1),
+]
+
+
+def tied_logits(n_rows, n, dtype=torch.float32):
+    return torch.randint(-4, 5, (n_rows, n)).to(dtype)
+
+
+@pytest.mark.parametrize("n", [1, 2, 17, 300, 5000])
+def test_sort_is_stable_and_descending(n):
+    torch.manual_seed(0)
+    p = tied_logits(3, n).softmax(-1)
+    p[1, ::3] = 0.0
+    values, order = _sort(p)
+    want, want_order = p.sort(descending=True, stable=True)
+    assert torch.equal(values, want)
+    assert torch.equal(order, want_order)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_every_row_is_chosen_as_if_it_were_alone(dtype):
+    torch.manual_seed(1)
+    logits, uniform = tied_logits(60, 40, dtype), torch.rand(60, dtype=dtype)
+    rules = [RULES[i % len(RULES)] for i in range(60)]
+    together = choose(rules, logits, uniform)
+    alone = [r.choose(logits[i : i + 1], uniform[i : i + 1])[0] for i, r in enumerate(rules)]
+    assert together.tolist() == [int(x) for x in alone]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_frequencies_follow_the_rule(rule):
+    """A fine grid of random numbers gives each token its share of the allowed mass."""
+    logits = torch.tensor([0.3, 2.0, -1.0, 1.9, 0.0, -torch.inf, 1.0], dtype=torch.float64)
+    uniform = (torch.arange(20_000, dtype=torch.float64) + 0.5) / 20_000
+    got = torch.bincount(rule.choose(logits.expand(20_000, -1), uniform), minlength=7) / 20_000
+    p, order = (logits / max(rule.temperature, 1e-9)).softmax(-1).sort(descending=True)
+    keep = p.cumsum(-1) - p < rule.top_p
+    keep &= torch.arange(7) < (rule.top_k or 7)
+    want = torch.zeros(7, dtype=torch.float64)
+    want[order[keep]] = p[keep] / p[keep].sum()
+    assert (got - want).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_a_number_that_rounds_to_one_chooses_an_allowed_token(rule):
+    logits = torch.tensor([[3.0, 1.0, 2.0, -torch.inf, -torch.inf]])
+    (token,) = rule.choose(logits, torch.tensor([1.0])).tolist()
+    assert token <= 2
+    if rule.top_k == 1 or rule.is_greedy:
+        assert token == 0

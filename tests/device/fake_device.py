@@ -129,8 +129,7 @@ class FakeDevice(TorchDispatchMode):
                 self.wait("copy from the host")
         elif any(x.ndim > 0 for x in on_host):
             raise RuntimeError(f"{name} has tensors of the host and of the device")
-        with self._fake:
-            return func(*args, **kwargs)
+        return self._fake.dispatch(func, types, args, kwargs)
 
 
 def _pinned(x: Tensor) -> Tensor:

@@ -141,9 +141,10 @@ SCENARIOS: dict[str, Callable[[], object]] = {
         {"optimizer": "adafactor"},
         {"precision": "bf16", "accumulate": 2, "weight_average": 0.9},
         DOCUMENTS,
+        n_steps=1,
     ),
     "train with Muon, activation checkpointing, MHA": lambda: training(
-        {"head_type": "mha"}, {"optimizer": "muon"}, {"checkpoint_activations": True}
+        {"head_type": "mha"}, {"optimizer": "muon"}, {"checkpoint_activations": True}, n_steps=1
     ),
     "train full attention, documents": lambda: training(FULL, split=DOCUMENTS),
     "log a step": logging,

@@ -7,6 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+ASSERTING = {"cuda"}
+"""Types of devices whose kernels can make a check."""
+
 
 def is_readable(x: Tensor) -> bool:
     """Return whether reading values of x is free.
@@ -26,5 +29,5 @@ def check_values(ok: Tensor, summary: str, error: Callable[[], Exception]) -> No
     if is_readable(ok):
         if not ok.all():
             raise error()
-    elif ok.device.type == "cuda" and not torch.compiler.is_compiling():
+    elif ok.device.type in ASSERTING and not torch.compiler.is_compiling():
         torch._assert_async(ok.all(), summary)

@@ -22,6 +22,8 @@ from transformer_vq.data.corpus import Split, SplitSize
 from transformer_vq.device import evaluating, matmul_precision
 from transformer_vq.errors import UserError
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.nn.quantizer import NotFiniteError
+from transformer_vq.transfer import to_device
 
 Protocol = Literal["windowed", "streaming"]
 N_BINS = 40  # position p falls into bin floor(log2(p + 1)): enough for any document
@@ -99,7 +101,8 @@ def score(
     seq_len: T of the windowed protocol. window, batch_size: tokens and rows per forward pass; they
     change memory and speed, not the result. max_tokens: score only the start of the split; bytes
     and words are then scaled in proportion. Return None if `stopped` returns True. share: (rank,
-    number of ranks) that split the contexts; `total` sums over them.
+    number of ranks) that split the contexts; `total` sums over them. Raise NotFiniteError if the
+    loss is NaN.
     """
     check_sizes(seq_len=seq_len, window=window, batch_size=batch_size, max_tokens=max_tokens)
     device = next(model.parameters()).device
@@ -115,7 +118,8 @@ def score(
                 state, of_group = None, group
             elif state is not None and n_rows < len(state.position):
                 state = state.select(torch.arange(n_rows, device=device))
-            batch = batch.map(lambda x: x.to(device))
+            n_targets = batch.n_targets
+            batch = batch.map(lambda x: to_device(x, device))
             output = model(batch.tokens, state, batch.valid, batch.document_ids)
             state = output.state
             losses = F.cross_entropy(
@@ -126,7 +130,7 @@ def score(
             bins = position_bin(batch.positions).flatten()
             nats.index_add_(0, bins, losses.double() * weight.flatten())
             count.index_add_(0, bins, weight.flatten())
-            advance(batch.n_targets)
+            advance(n_targets)
     return _summary(protocol, total(nats).tolist(), total(count).tolist(), split.size)
 
 
@@ -192,6 +196,8 @@ def _windows(
 def _summary(
     protocol: Protocol, nats: list[float], count: list[int], size: SplitSize
 ) -> Evaluation:
+    if math.isnan(sum(nats)):
+        raise NotFiniteError("the loss is NaN; the weights or the codebooks are not finite")
     tokens = sum(count)
     share = tokens / size.tokens
     bins = tuple(

@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from helpers import tiny_config
@@ -9,10 +10,13 @@ from helpers import tiny_config
 from transformer_vq import TransformerVQ
 from transformer_vq.errors import UserError
 from transformer_vq.generation.decode import generate, stream
+from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.prefill import prefill
 from transformer_vq.generation.sampling import Sampling
+from transformer_vq.nn.quantizer import NotFiniteError
 
 module = sys.modules["transformer_vq.generation.prefill"]
+decode = sys.modules["transformer_vq.generation.decode"]
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
@@ -213,3 +217,56 @@ def test_prefill_continues_a_context(vq):
     started = prefill(vq, [PROMPT[:5]])
     whole = prefill(vq, [PROMPT])
     assert torch.allclose(prefill(vq, [PROMPT[5:]], started).logits, whole.logits, rtol=1e-10)
+
+
+class Counted(Decoder):
+    """A decoder that counts its steps."""
+
+    n_steps = 0
+
+    def step(self, tokens):
+        Counted.n_steps += 1
+        return super().step(tokens)
+
+
+@pytest.fixture
+def run_ahead(monkeypatch):
+    """Decode in the order of a GPU: a step is launched before the last tokens are read."""
+    Counted.n_steps = 0
+    monkeypatch.setattr(decode, "Decoder", Counted)
+    return lambda: monkeypatch.setattr(decode, "_runs_ahead", lambda logits: True)
+
+
+def test_running_ahead_gives_the_same_tokens(model, run_ahead):
+    context = prefill(model, [PROMPT, PROMPT[:4], PROMPT[2:]])
+    want = list(stream(model, context, 12, seed=3))
+    run_ahead()
+    assert list(stream(model, context, 12, seed=3)) == want
+    assert Counted.n_steps == 2 * 11
+
+
+def test_running_ahead_ends_at_stop_tokens_with_one_surplus_step(model, run_ahead):
+    context = prefill(model, [PROMPT, PROMPT[:4]])
+    stop = set(range(0, 17, 3))
+    want = list(stream(model, context, 40, seed=3, stop_tokens=stop))
+    assert 1 < len(want) < 40
+    run_ahead()
+    Counted.n_steps = 0
+    assert list(stream(model, context, 40, seed=3, stop_tokens=stop)) == want
+    assert Counted.n_steps == len(want)
+
+
+def test_random_numbers_are_those_of_one_draw_per_token():
+    logits = torch.zeros(2, 5)
+    got = torch.stack(list(decode._uniform_numbers(7, logits, 150)))
+    rngs = [np.random.default_rng([7, row]) for row in range(2)]
+    want = torch.tensor([[rng.random() for rng in rngs] for _ in range(150)], dtype=torch.float64)
+    assert torch.equal(got, want.float())
+
+
+def test_running_ahead_reports_logits_that_are_nan(vq, run_ahead):
+    run_ahead()
+    context = prefill(vq, [PROMPT, PROMPT])
+    context.logits[1] = float("nan")
+    with pytest.raises(NotFiniteError, match="NaN"):
+        next(stream(vq, context, 5, seed=0))

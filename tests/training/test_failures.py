@@ -1,6 +1,7 @@
 """Failures during a run: corrupt files, a full disk, a loss that is not finite."""
 
 import resource
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformer_vq.training.checkpoint import (
     checkpoint_steps,
     load_model,
 )
+from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.run import resume, train
 from transformer_vq.training.step import Trainer
 
@@ -95,3 +97,73 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_checkpoints(tmp_path,
     assert checkpoint_steps(tmp_path / "run") == [3, 6]
     state = load_model(tmp_path / "run", "last")[0].state_dict()
     assert all(x.isfinite().all() for x in state.values())
+
+
+@pytest.fixture
+def deferred(monkeypatch):
+    """Check losses as on a GPU: only when they are logged, and before anything is saved.
+
+    Also calls `deferred.before[step]` before that step, and `deferred.after[step]` after it.
+    """
+    train_step, hooks = Trainer.step, SimpleNamespace(before={}, after={})
+
+    def step_on_gpu(self, batch, step, begins, ends):
+        self.checks_each_step = False
+        hooks.before.get(step, lambda _: None)(self.model)
+        result = train_step(self, batch, step, begins, ends)
+        hooks.after.get(step, lambda _: None)(self.model)
+        return result
+
+    monkeypatch.setattr(Trainer, "step", step_on_gpu)
+    monkeypatch.setattr("transformer_vq.nn.quantizer.is_readable", lambda keys: False)
+    return hooks
+
+
+def set_bias(value):
+    def fill(model):
+        with torch.no_grad():
+            model.head.bias[0] = value
+
+    return fill
+
+
+def test_deferred_checks_change_no_results(tmp_path, request):
+    config = tiny_run(tmp_path, train={"log_every": 5})
+    train(config, tmp_path / "now")
+    request.getfixturevalue("deferred")
+    train(config, tmp_path / "later")
+    assert losses(tmp_path / "later") == losses(tmp_path / "now")
+    now, later = (load_model(tmp_path / name, "last")[0].state_dict() for name in ("now", "later"))
+    assert all(torch.equal(later[name], x) for name, x in now.items())
+
+
+@pytest.mark.parametrize("due", ["log_every", "eval_every", "save_every"])
+def test_deferred_checks_report_the_first_step_that_is_not_finite(tmp_path, deferred, due):
+    """The loss of step 5 is NaN; steps 6 and 7 are taken before anything is due at step 7."""
+    deferred.before[4] = set_bias(float("nan"))
+    every = {"log_every": 99, "eval_every": 99, "save_every": 99, due: 7}
+    with pytest.raises(TrainingError, match=r"step 5 is not finite \(loss nan"):
+        train(tiny_run(tmp_path, train=every), tmp_path / "run")
+    assert checkpoint_steps(tmp_path / "run") == []
+    assert not (tmp_path / "run" / "best").exists()
+    assert [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"] == []
+
+
+def test_deferred_checks_report_a_loss_that_was_not_finite_for_one_step(tmp_path, deferred):
+    deferred.before[3] = set_bias(float("inf"))
+    deferred.after[3] = lambda model: [x.data.nan_to_num_(0.0) for x in model.parameters()]
+    config = tiny_run(tmp_path, train={"log_every": 99, "eval_every": 99, "save_every": 8})
+    with pytest.raises(TrainingError, match="step 4 is not finite"):
+        train(config, tmp_path / "run")
+    assert checkpoint_steps(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize("due", ["eval_every", "save_every"])
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, deferred, due):
+    """The update of step 5 overflows, and no later loss shows it before the model is saved."""
+    deferred.after[4] = set_bias(float("inf"))
+    every = {"log_every": 99, "eval_every": 99, "save_every": 99, due: 5}
+    with pytest.raises(TrainingError, match=r"step 5 is not finite.*no checkpoint exists"):
+        train(tiny_run(tmp_path, train=every), tmp_path / "run")
+    assert checkpoint_steps(tmp_path / "run") == []
+    assert not (tmp_path / "run" / "best").exists()

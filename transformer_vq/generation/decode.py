@@ -14,12 +14,18 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from transformer_vq.errors import UserError
 from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.prefill import Context, prefill
 from transformer_vq.generation.sampling import Sampling
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.nn.quantizer import NotFiniteError
+from transformer_vq.transfer import HostCopy, to_device
+
+CHUNK = 64
+"""Number of steps whose random numbers are copied to the device together."""
 
 
 def stream(
@@ -35,7 +41,8 @@ def stream(
     """Yield the next token of every row; None for rows that have reached a stop token.
 
     The tokens of row i depend on the seed and on i, never on the other rows. compiled: use
-    torch.compile, which takes half a minute and then decodes faster.
+    torch.compile, which takes half a minute and then decodes faster. Raises NotFiniteError on a GPU
+    if the logits of the context are NaN.
     """
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens={max_new_tokens}: must not be negative")
@@ -54,22 +61,52 @@ def _stream(
     stop_tokens: set[int],
     compiled: bool,
 ) -> Iterator[list[int | None]]:
-    logits = context.logits
+    if max_new_tokens == 0:
+        return
     seed = secrets.randbits(63) if seed is None else seed
-    generators = [np.random.default_rng([seed, row]) for row in range(len(logits))]
+    uniform = _uniform_numbers(seed, context.logits, max_new_tokens)
     step = Decoder(model, context.state, room=max_new_tokens).step
     if compiled:
         step = torch.compile(step, fullgraph=True)
-    done = [False] * len(logits)
+    runs_ahead = _runs_ahead(context.logits)
+    tokens = sampling.choose(context.logits, next(uniform))
+    # Marks rows without a result by -1. Once is enough, because NaN stays in the state.
+    shown = tokens.masked_fill(context.logits.isnan().any(-1), -1) if runs_ahead else tokens
+    done = [False] * len(tokens)
     for number in range(max_new_tokens):
-        uniform = torch.tensor([rng.random() for rng in generators], dtype=torch.float64)
-        tokens = sampling.choose(logits, uniform.to(logits.device, logits.dtype))
-        found = tokens.tolist()
+        fetched = HostCopy(tokens if number else shown)
+        is_last = number + 1 == max_new_tokens
+        if runs_ahead and not is_last:
+            tokens = sampling.choose(step(tokens), next(uniform))
+        found = fetched.tolist()
+        if -1 in found:
+            raise NotFiniteError("the logits are NaN; the weights or the codebooks are not finite")
         yield [None if over else token for token, over in zip(found, done, strict=True)]
         done = [over or token in stop_tokens for token, over in zip(found, done, strict=True)]
-        if all(done) or number + 1 == max_new_tokens:
+        if all(done) or is_last:
             return
-        logits = step(tokens)
+        if not runs_ahead:
+            tokens = sampling.choose(step(tokens), next(uniform))
+
+
+def _runs_ahead(logits: Tensor) -> bool:
+    """Return whether the next step is launched before the tokens of the current one are read.
+
+    So a GPU never waits for the host; the price is one step too many after the last stop token. On
+    a CPU, every token would only be yielded one step later.
+    """
+    return logits.device.type != "cpu"
+
+
+def _uniform_numbers(seed: int, logits: Tensor, n: int) -> Iterator[Tensor]:
+    """Yield n times a random number in [0, 1) for each row of logits, on their device.
+
+    Row i has a generator of its own. Numbers are copied a chunk at a time.
+    """
+    generators = [np.random.default_rng([seed, row]) for row in range(len(logits))]
+    for start in range(0, n, CHUNK):
+        drawn = np.stack([rng.random(min(CHUNK, n - start)) for rng in generators], axis=1)
+        yield from to_device(torch.from_numpy(drawn).to(logits.dtype), logits.device)
 
 
 def generate(

@@ -13,6 +13,7 @@ from transformer_vq.device import evaluating
 from transformer_vq.errors import UserError
 from transformer_vq.nn.model import ModelOutput, TransformerVQ
 from transformer_vq.nn.state import ModelState
+from transformer_vq.transfer import to_device
 
 SEGMENT_LEN = 2048
 """Tokens per forward pass, so that memory does not depend on the length of a prompt."""
@@ -52,8 +53,10 @@ def prefill(
 
     def run(start: int, stop: int, state: ModelState, n_last: int) -> tuple[Tensor, ModelState]:
         tokens, valid = _left_padded(prompts, start, stop, longest)
-        known = None if valid.all() else valid.to(device)
-        output: ModelOutput = model(tokens.to(device), state, known, n_logits=n_last)
+        if device.type != "cpu":  # while they are on the host; the model checks them on a CPU
+            model.check_tokens(tokens)
+        known = None if valid.all() else to_device(valid, device)
+        output: ModelOutput = model(to_device(tokens, device), state, known, n_logits=n_last)
         return output.logits, output.state
 
     state = model.init_state(len(prompts)) if context is None else context.state

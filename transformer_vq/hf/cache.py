@@ -59,7 +59,8 @@ class StateLayer(CacheLayerMixin):
         self.reorder_cache(rows.nonzero().flatten() if rows.dtype == torch.bool else rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.reorder_cache(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
+        rows = torch.arange(max(self.batch_size, 0), device=self.device)
+        self.reorder_cache(rows.repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove != 0:

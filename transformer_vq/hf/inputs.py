@@ -44,6 +44,7 @@ def valid_tokens(attention_mask: Tensor | None, given: Tensor) -> Tensor | None:
             f"[{n_rows}, {n_columns}]; extra columns are for earlier tokens"
         )
     valid = attention_mask[:, -n_columns:].bool()
+    # Waits for a GPU; but a mask without padding, the usual one, would cost more in every layer.
     return None if not torch.compiler.is_compiling() and valid.all() else valid
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from transformer_vq.errors import UserError
 from transformer_vq.ops.cache import accumulation_dtype, code_sums
+from transformer_vq.ops.checks import is_readable
 from transformer_vq.ops.precision import full_precision
 from transformer_vq.ops.tree import tensor_tree
 
@@ -76,12 +77,16 @@ class CodeUsage:
         )
 
     def health(self) -> CodebookHealth:
-        """Return metrics averaged over heads."""
+        """Return metrics averaged over heads; waits for a GPU."""
+        return CodebookHealth(*self.health_values().tolist())
+
+    def health_values(self) -> Tensor:
+        """Return the fields of `CodebookHealth` as a tensor, to read many at once: [3]."""
         share = (self.count > 0).double().mean()
         p = self.count.double() / self.count.double().sum(-1, keepdim=True).clamp(min=1)
         perplexity = torch.special.entr(p).sum(-1).exp().mean()
         error = self.error.double().sum() / self.energy.double().sum().clamp(min=1e-30)
-        return CodebookHealth(float(share), float(perplexity), float(error))
+        return torch.stack([share, perplexity, error])
 
 
 def add_usages(
@@ -160,13 +165,13 @@ class VectorQuantizer(nn.Module):
         """Quantize keys. k: [b, h, t, k], valid: [b, t], False for padding, which is ignored.
 
         priority: [b, t] from 0 to 2^62 - 1, for training: the keys with the lowest numbers may
-        become codes; `token_priority` by default. Raise NotFiniteError for NaN or inf.
+        become codes; `token_priority` by default. Raise NotFiniteError for NaN or inf on a CPU;
+        on other devices and in compiled graphs they propagate to k_hat and the commitment loss.
         """
         if k.ndim != 4 or (k.shape[1], k.shape[3]) != (self.c_sum.shape[0], self.c_sum.shape[2]):
             n_head, _, d_k = self.c_sum.shape
             raise ValueError(f"keys have shape {tuple(k.shape)}, want [b, {n_head}, t, {d_k}]")
-        # Not while compiling, where it would break the graph; there NaN propagates through k_hat.
-        if not (torch.compiler.is_compiling() or k.is_meta or torch.isfinite(k).all()):
+        if is_readable(k) and not torch.isfinite(k).all():
             raise NotFiniteError(
                 "keys are not finite (NaN or inf), so they have no nearest code; look for a "
                 "diverged loss, a too large learning rate or bad input features"

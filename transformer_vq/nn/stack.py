@@ -15,6 +15,7 @@ from transformer_vq.nn.attention import FullAttention, VQAttention
 from transformer_vq.nn.layers import FeedForward, ScaledSinusoids, draw_keep, rms_norm
 from transformer_vq.nn.quantizer import CodeUsage
 from transformer_vq.nn.state import ModelState
+from transformer_vq.ops.checks import check_values
 from transformer_vq.ops.ragged import read_packing
 from transformer_vq.ops.state import AttentionState
 
@@ -117,7 +118,7 @@ class Stack(nn.Module):
         if tokens is not None:
             if valid is not None and valid.shape == tokens.shape and valid.dtype == torch.bool:
                 tokens = tokens.masked_fill(~valid, 0)  # padding may have any number
-            self._check_tokens(tokens)
+            self.check_tokens(tokens)
         self._check_state(given, state)
         if state is None:
             state = self.init_state(given.shape[0], given.device)
@@ -201,19 +202,25 @@ class Stack(nn.Module):
             return drawn
         return torch.where(state.position.unsqueeze(-1) == 0, drawn, state.branch_keep)
 
-    def _check_tokens(self, tokens: Tensor) -> None:
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Raise ValueError for a wrong shape or type, and for tokens outside the vocabulary."""
         if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 1:
             raise ValueError(f"tokens have shape {tuple(tokens.shape)}, want [batch, tokens >= 1]")
         if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
             raise ValueError(f"tokens are {tokens.dtype}, want integers (torch.int64)")
-        # Reading values would break a compiled graph; there the embedding checks its own index.
-        if not torch.compiler.is_compiling() and not tokens.is_meta:
-            low, high = (int(x) for x in tokens.aminmax())
-            if low < 0 or high >= self.config.vocab_size:
-                raise ValueError(
-                    f"token {low if low < 0 else high} is outside the vocabulary of "
-                    f"{self.config.vocab_size}; check the tokenizer, or vocab_size in ModelConfig"
-                )
+        if torch.compiler.is_compiling():  # the embedding checks its own index
+            return
+        low, high = (x.long() for x in tokens.aminmax())
+        size = self.config.vocab_size
+
+        def error() -> ValueError:
+            token = int(low if low < 0 else high)
+            return ValueError(
+                f"token {token} is outside the vocabulary of {size}; check the tokenizer, or "
+                "vocab_size in ModelConfig"
+            )
+
+        check_values((low >= 0) & (high < size), "a token is outside the vocabulary", error)
 
     def _check_state(self, given: Tensor, state: ModelState | None) -> None:
         """Check that a state fits the model and the batch; given: tokens or embeddings."""

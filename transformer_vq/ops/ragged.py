@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from transformer_vq.ops.checks import check_values
 from transformer_vq.ops.shapes import is_symbolic
 from transformer_vq.ops.state import AttentionState
 
@@ -215,31 +216,39 @@ def check_ragged(
 
 
 def _check_documents(state: AttentionState, ids: Tensor) -> None:
-    """Check the values; not while compiling, where reading them would break the graph.
+    """Check the values, where that is possible.
 
     ids: [b, 1 + t], the document before the segment and then those of its tokens.
     """
-    if torch.compiler.is_compiling() or ids.is_meta:
+    if torch.compiler.is_compiling():
         return
     has_past = state.position > 0
-    if state.document is None and has_past.any():
-        raise ValueError(
+    if state.document is None:
+        _check(
+            ~has_past,
             "the state has seen tokens without document_ids, so it is unknown whether its document "
-            "continues; pass document_ids from the start, or start over with state.reset"
+            "continues; pass document_ids from the start, or start over with state.reset",
         )
     before = torch.where(has_past, ids[:, 0], ids[:, 1])  # an empty row has no document yet
     ids = torch.cat([before.unsqueeze(-1), ids[:, 1:]], dim=1)
-    if (ids < 0).any():
-        raise ValueError("document_ids must not be negative; mark padding by valid=False instead")
+    _check(ids >= 0, "document_ids must not be negative; mark padding by valid=False instead")
     ordered = ids.sort(dim=1).values
     n_documents = (ordered[:, 1:] != ordered[:, :-1]).sum(1)
     n_changes = (ids[:, 1:] != ids[:, :-1]).sum(1)
-    if (n_documents != n_changes).any():
-        row = int((n_documents != n_changes).nonzero()[0])
-        raise ValueError(
+    contiguous = n_documents == n_changes
+
+    def error() -> ValueError:
+        row = int((~contiguous).nonzero()[0])
+        return ValueError(
             f"a document id reappears in row {row} after another document; the tokens of a "
             "document must be consecutive, use a new id for each document"
         )
+
+    check_values(contiguous, "a document id reappears after another document", error)
+
+
+def _check(ok: Tensor, message: str) -> None:
+    check_values(ok, message, lambda: ValueError(message))
 
 
 def document_ids_from_starts(starts: Tensor, document: Tensor | None = None) -> Tensor:

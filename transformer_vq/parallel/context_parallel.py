@@ -22,6 +22,7 @@ from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.cache import CacheStats, block_stats, merge
+from transformer_vq.ops.checks import is_readable
 from transformer_vq.ops.inputs import AttentionInputs
 from transformer_vq.ops.ragged import find_evictions, next_position, read_packing
 from transformer_vq.ops.state import AttentionState
@@ -48,7 +49,7 @@ class Exchange:
         k_in, v_in = self._shift(packed, 1).split([k_hat.shape[-1], v.shape[-1]], dim=-1)
         z_in = self.send(z[..., -window_len:], 1)
         # Selected by value, because rank 0 must take part in the backward pass too.
-        is_rank_zero = torch.tensor(self.rank == 0, device=v.device)
+        is_rank_zero = torch.full((), self.rank == 0, device=v.device)
         assert state.z is not None
         state = replace(
             state,
@@ -145,12 +146,21 @@ def own_shard(batch: Batch, state: ModelState, rank: int, size: int) -> tuple[Ba
     """Return this rank's shard of a window, and the state with the positions before it."""
     if size == 1:
         return batch, state
-    length = batch.tokens.shape[1] // size
-    start = rank * length
-    if batch.valid is not None and bool((batch.valid[:, 1:] > batch.valid[:, :-1]).any()):
+    before = batch.map(lambda x: x[:, : rank * (x.shape[1] // size)])
+    return own_columns(batch, rank, size), after_tokens(state, before)
+
+
+def own_columns(batch: Batch, rank: int, size: int) -> Batch:
+    """Return this rank's shard of a window; padding is checked while it is on the host."""
+    length, valid = batch.tokens.shape[1] // size, batch.valid
+    if size > 1 and valid is not None and is_readable(valid) and _has_inner_padding(valid):
         raise UserError("parallel.cp: padding must be at the end of rows")
-    before = batch.map(lambda x: x[:, :start])
-    return batch.map(lambda x: x[:, start : start + length]), after_tokens(state, before)
+    return batch.map(lambda x: x[:, rank * length : (rank + 1) * length])
+
+
+def _has_inner_padding(valid: Tensor) -> bool:
+    """Return whether padding is followed by a token in any row."""
+    return bool((valid[:, 1:] > valid[:, :-1]).any())
 
 
 def after_tokens(state: ModelState, batch: Batch) -> ModelState:

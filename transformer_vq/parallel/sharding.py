@@ -50,4 +50,9 @@ def shard_like(x: Tensor, p: Tensor) -> Tensor:
 
 def gather_full(x: Tensor) -> Tensor:
     """Return the full tensor on the CPU; all ranks must call this together."""
-    return x.full_tensor().cpu() if isinstance(x, DTensor) else x
+    return full_tensor(x).cpu() if isinstance(x, DTensor) else x
+
+
+def full_tensor(x: Tensor) -> Tensor:
+    """Return the full tensor on its device; all ranks must call this together."""
+    return x.full_tensor() if isinstance(x, DTensor) else x

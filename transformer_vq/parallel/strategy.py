@@ -23,6 +23,7 @@ from transformer_vq.nn.state import ModelState
 from transformer_vq.parallel.context_parallel import (
     after_tokens,
     exchange_states,
+    own_columns,
     own_shard,
     pass_to_first_rank,
 )
@@ -35,6 +36,7 @@ from transformer_vq.parallel.tensor_parallel import (
     unsharded_parameters,
 )
 from transformer_vq.parallel.world import World
+from transformer_vq.transfer import to_device
 
 
 def check_mesh(config: RunConfig, mesh: ParallelConfig) -> None:
@@ -79,6 +81,8 @@ class MicroBatch:
     """The tokens that this rank processes; the window itself without context parallelism."""
     before_window: ModelState
     before_shard: ModelState
+    n_targets: int
+    """Number of targets of the shard, without padding."""
 
 
 class ParallelStrategy:
@@ -131,13 +135,16 @@ class ParallelStrategy:
         n_parts, n_ranks = self.config.train.accumulate, self.world.size("rows")
         n_rows = batch.tokens.shape[0] // (n_parts * n_ranks)
         first = (index * n_ranks + self.world.rank("rows")) * n_rows
-        window = batch.map(lambda x: x[first : first + n_rows].to(self._device))
+        rows = batch.map(lambda x: x[first : first + n_rows])
+        # Counted on the host: reading a number from a GPU would wait for it.
+        n_targets = own_columns(rows, self.world.rank("cp"), self.world.size("cp")).n_targets
+        window = rows.map(lambda x: to_device(x, self._device))
         shard, before_shard = self.local_shard(window, state)
         if self._streams is not None:
             self._streams.start(step, index)
         is_last = index == n_parts - 1
         with nullcontext() if self._ddp is None or is_last else self._ddp.no_sync():
-            yield MicroBatch(window, shard, state, before_shard)
+            yield MicroBatch(window, shard, state, before_shard, n_targets)
 
     def local_shard(self, window: Batch, state: ModelState) -> tuple[Batch, ModelState]:
         """Return the tokens of a window that this rank processes, and the state before them."""
@@ -235,6 +242,14 @@ class ParallelStrategy:
         from transformer_vq.parallel.sharding import gather_full
 
         return gather_full(x)
+
+    def full(self, x: Tensor) -> Tensor:
+        """Return a full tensor as `gather` does, on its device."""
+        if not self._is_sharded:
+            return x
+        from transformer_vq.parallel.sharding import full_tensor
+
+        return full_tensor(x)
 
     def shard_like(self, x: Tensor, p: Tensor) -> Tensor:
         """Shard a full tensor of the optimizer that belongs to parameter p."""

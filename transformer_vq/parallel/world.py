@@ -87,7 +87,7 @@ class World:
         """Return the minimum of n over all ranks."""
         if self.is_single_process:
             return n
-        x = torch.tensor(n, device=self.device)
+        x = torch.tensor(n)  # on the CPU, because reading it must not wait for the GPU
         dist.all_reduce(x, dist.ReduceOp.MIN)
         return int(x)
 
@@ -103,7 +103,7 @@ class World:
         """Return the value of n on rank 0."""
         if self.is_single_process:
             return n
-        x = torch.tensor(n, device=self.device)
+        x = torch.tensor(n)
         dist.broadcast(x, src=0)
         return int(x)
 
@@ -144,7 +144,7 @@ def join_world(mesh: ParallelConfig, device: str) -> Iterator[World]:
         yield World(mesh, device)
         return
     own = _own_device(device)
-    backend = "nccl" if own.type == "cuda" else "gloo"
+    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
     store, rank, size = _own_store()
     dist.init_process_group(
         backend,

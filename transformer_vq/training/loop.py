@@ -7,7 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from transformer_vq.data.corpus import Corpus
 from transformer_vq.errors import TrainingError
 from transformer_vq.evaluation import score
 from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.nn.quantizer import NotFiniteError
+from transformer_vq.nn.quantizer import CodebookHealth, NotFiniteError
 from transformer_vq.progress import info, progress_bar, short, warn
 from transformer_vq.training.checkpoint import (
     BEST,
@@ -32,6 +32,8 @@ from transformer_vq.training.metrics import MetricsLog, metrics_log
 from transformer_vq.training.optim import decay_start
 from transformer_vq.training.signals import StopRequest
 from transformer_vq.training.step import StepResult, Trainer
+from transformer_vq.training.unread import NotFiniteStepError
+from transformer_vq.transfer import HostCopy
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,9 @@ class TrainingLoop:
         self.validated_at = progress.validated_at
         self.best_loss = progress.best_loss
         self.best_bits_per_byte = progress.best_bits_per_byte
-        self._codes_note = ""
+        self._note = self._codes_note = ""
+        self._checked_at = progress.step
+        self._unlogged: list[float] = []  # seconds of each step since the last logged one
 
     @property
     def is_finished(self) -> bool:
@@ -132,10 +136,12 @@ class TrainingLoop:
                 at_end = self.step == train.steps
                 due = self.step % train.eval_every == 0 or at_end
                 if due and self.validated_at != self.step and not stopping():
+                    self._check_finite()
                     self._validate(log, stopping)
                 is_last = stopping() or at_end
                 due = self.step % train.save_every == 0 or is_last or self.step == self.pinned
                 if due and self.saved_at != self.step:
+                    self._check_finite()
                     self._save(required=is_last)
                 if is_last:
                     break
@@ -151,7 +157,10 @@ class TrainingLoop:
         return self.trainer.world.any(bool(stop))
 
     def _train_step(self, log: MetricsLog) -> str:
-        """Train one step and log it; return the note for the progress bar."""
+        """Train one step and log it; return the note for the progress bar.
+
+        On a GPU, losses are read only when they are logged: reading them waits for the GPU.
+        """
         start = time.perf_counter()
         batch = self.batches[self.step]
         try:
@@ -161,15 +170,23 @@ class TrainingLoop:
                 begins=self.batches.starts_sequences(self.step),
                 ends=self.batches.starts_sequences(self.step + 1),
             )
+            is_logged = (self.step + 1) % self.config.train.log_every == 0
+            if is_logged:
+                health = _health(result)  # before the check, so that the host waits once
+                self.trainer.check_finite()
         except NotFiniteError as error:
             raise TrainingError(self._not_finite_message(error)) from error
         self.step += 1
+        self._unlogged.append(time.perf_counter() - start)
+        if not (is_logged or self.trainer.checks_each_step):
+            return self._note
         bits = result.nats_per_token * self._bits_per_byte("train")
-        seconds = time.perf_counter() - start
-        if self.step % self.config.train.log_every == 0:
-            health = _health(result)  # only here, because it waits for the GPU
-            if health:
-                self._codes_note = f", {health['share_in_use']:.0%} codes"
+        seconds = sum(self._unlogged) / len(self._unlogged)
+        if is_logged:
+            self._unlogged.clear()
+            codes = _mean_health(health)
+            if codes:
+                self._codes_note = f", {codes['share_in_use']:.0%} codes"
             log.write(
                 "train",
                 self.step,
@@ -181,12 +198,27 @@ class TrainingLoop:
                 tokens=result.tokens,
                 seconds=seconds,
                 tokens_per_second=result.tokens / seconds,
-                **health,
+                **codes,
             )
         speed, memory = result.tokens / seconds, peak_memory(self.trainer.world.device)
-        return (
+        self._note = (
             f"{bits:.3f} bits/byte, {short(speed)} tok/s, {memory / 1e9:.1f} GB{self._codes_note}"
         )
+        return self._note
+
+    def _check_finite(self) -> None:
+        """Raise TrainingError if a step was not finite; nothing is saved after such a step."""
+        if self._checked_at == self.step:
+            return
+        start = time.perf_counter()
+        try:
+            self.trainer.check_finite()
+            self.trainer.check_weights(self.step)
+        except NotFiniteError as error:
+            raise TrainingError(self._not_finite_message(error)) from error
+        self._checked_at = self.step
+        if self._unlogged:  # the wait belongs to the steps
+            self._unlogged[-1] += time.perf_counter() - start
 
     def _validate(self, log: MetricsLog, stopping: Callable[[], bool]) -> None:
         """Evaluate on the validation split; save the model if it is the best so far."""
@@ -261,9 +293,10 @@ class TrainingLoop:
             return
         self.saved_at = self.step
 
-    def _not_finite_message(self, error: Exception) -> str:
+    def _not_finite_message(self, error: NotFiniteError) -> str:
+        step = error.step if isinstance(error, NotFiniteStepError) else self.step + 1
         return (
-            f"step {self.step + 1} is not finite ({error}); {self._last_checkpoint()}; use `tvq "
+            f"step {step} is not finite ({error}); {self._last_checkpoint()}; use `tvq "
             f"resume {self.folder}` with a smaller --optim.lr or --optim.grad-clip, or start again "
             "with a longer --optim.warmup"
         )
@@ -291,11 +324,16 @@ def _finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-def _health(result: StepResult) -> dict[str, float]:
+def _health(result: StepResult) -> HostCopy | None:
+    """Queue the computation of the codebook health of each layer; None for full attention."""
+    usages = result.code_usage
+    return HostCopy(torch.stack([usage.health_values() for usage in usages])) if usages else None
+
+
+def _mean_health(health: HostCopy | None) -> dict[str, float]:
     """Return the codebook health averaged over the layers; empty for full attention."""
-    health = [usage.health() for usage in result.code_usage]
-    return {
-        name: sum(getattr(h, name) for h in health) / len(health)
-        for name in ("share_in_use", "perplexity", "relative_error")
-        if health
-    }
+    if health is None:
+        return {}
+    columns = zip(*health.tolist(), strict=True)
+    names = (field.name for field in fields(CodebookHealth))
+    return {name: sum(x) / len(x) for name, x in zip(names, columns, strict=True)}

@@ -15,7 +15,7 @@ from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.device import has_fast_bf16, matmul_precision
 from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.nn.quantizer import CodeUsage, NotFiniteError, add_usages
+from transformer_vq.nn.quantizer import CodeUsage, add_usages
 from transformer_vq.nn.state import ModelState
 from transformer_vq.parallel.strategy import ParallelStrategy
 from transformer_vq.parallel.world import World
@@ -24,18 +24,32 @@ from transformer_vq.training.average import WeightAverage
 from transformer_vq.training.carried import split_states
 from transformer_vq.training.loss import token_loss
 from transformer_vq.training.optim import learning_rate, make_optimizer
+from transformer_vq.training.unread import NotFiniteStepError, StepLosses, check_losses
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Metrics of one training step. Losses are means over all targets of the batch."""
+    """Metrics of one training step. Losses are means over all targets of the batch.
 
-    nats_per_token: float
-    commit_loss: float
-    grad_norm: float
+    The first use of a loss or of the gradient norm waits for the GPU.
+    """
+
+    losses: StepLosses
     lr: float
     tokens: int
     code_usage: tuple[CodeUsage, ...]
+
+    @property
+    def nats_per_token(self) -> float:
+        return self.losses.values[0]
+
+    @property
+    def commit_loss(self) -> float:
+        return self.losses.values[1]
+
+    @property
+    def grad_norm(self) -> float:
+        return self.losses.values[2]
 
 
 class Trainer:
@@ -65,6 +79,9 @@ class Trainer:
         """None if `train.weight_average` is 0."""
         if config.train.weight_average:
             self.average = WeightAverage(self.strategy, config.train.weight_average)
+        self.checks_each_step = device.type == "cpu"
+        """Whether `step` checks the losses; on a GPU this would wait, so `check_finite` does."""
+        self._unchecked: list[StepLosses] = []
         self.carried: list[ModelState] = []
         """One state per micro-batch; empty if the next step starts new sequences."""
         if config.train.precision == "bf16" and not has_fast_bf16(device):
@@ -75,7 +92,8 @@ class Trainer:
 
         batch: that of all ranks; each rank processes its part. step: number of steps already taken.
         begins, ends: whether the windows are the first and the last of their sequences.
-        Raises NotFiniteError, before any weight changes, if the loss or a gradient is not finite.
+        On a CPU, raises NotFiniteError, before any weight changes, if the loss or a gradient is not
+        finite. On a GPU, call `check_finite` from time to time, and before anything is saved.
         """
         n_parts = self.config.train.accumulate
         if begins:
@@ -93,7 +111,7 @@ class Trainer:
                 with matmul_precision(self.device, self.config.train.precision):
                     output = self.strategy.forward(part)
                     nats = token_loss(output, part.shard) / n_targets
-                    commit = output.commit_loss * (part.shard.n_targets / n_targets)
+                    commit = output.commit_loss * (part.n_targets / n_targets)
                 self.strategy.backward(nats + self.config.model.commit_coef * commit)
             self.carried[i] = self.strategy.carry(part, output.state.detach())
             losses.append(torch.stack([nats.detach(), commit.detach()]))
@@ -101,8 +119,10 @@ class Trainer:
         nats, commit = self.strategy.sum_losses(*torch.stack(losses).sum(0))
         self.strategy.finish_gradients()
         grad_norm = self._clip_gradients()
-        if not torch.isfinite(nats + commit + grad_norm):
-            raise NotFiniteError(f"loss {float(nats)}, gradient norm {float(grad_norm)}")
+        step_losses = StepLosses(step + 1, torch.stack([nats, commit, grad_norm]))
+        self._unchecked.append(step_losses)
+        if self.checks_each_step:
+            self.check_finite()
         lr = learning_rate(self.config.optim, step, self.config.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -113,7 +133,7 @@ class Trainer:
         self.model.update_codebooks(usages)
         if ends:
             self.carried = []
-        return StepResult(float(nats), float(commit), float(grad_norm), lr, n_targets, usages)
+        return StepResult(step_losses, lr, n_targets, usages)
 
     def _key_priority(self, batch: Batch, step: int) -> Tensor:
         """Draw priorities for the full batch, so the same keys are chosen on every mesh."""
@@ -126,7 +146,26 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(
             self.strategy.parameters.values(), float("inf") if limit is None else limit
         )
-        return self.strategy.gather(norm.detach())
+        return self.strategy.full(norm.detach())
+
+    def check_finite(self) -> None:
+        """Raise NotFiniteStepError for the first step since the last call that was not finite.
+
+        Waits for the GPU.
+        """
+        unchecked, self._unchecked = self._unchecked, []
+        check_losses(unchecked)
+
+    def check_weights(self, step: int) -> None:
+        """Raise NotFiniteStepError if a weight or a codebook is not finite; waits for the GPU.
+
+        step: number of steps already taken. All ranks must call this together.
+        """
+        tensors = [*self.strategy.parameters.values(), *self.model.buffers()]
+        local = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
+        finite = [x.isfinite().all() for x in local if x.is_floating_point()]
+        if self.world.any(not torch.stack(finite).all()):
+            raise NotFiniteStepError(step, "its update gave weights that are NaN or inf")
 
     @contextmanager
     def averaged_model(self) -> Iterator[TransformerVQ]:

@@ -12,7 +12,7 @@ from transformer_vq.doctor.samples import Sizes
 from transformer_vq.ops import reductions
 from transformer_vq.ops.cache import CacheStats
 
-SMALL = Sizes(seq_len=18, block_len=4, n_code=5, d_model=16, d_k=4)
+SMALL = Sizes(18, 4, n_code=5, d_model=16, d_k=4, head_types=("gqa",))
 
 
 @pytest.fixture

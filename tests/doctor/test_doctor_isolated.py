@@ -8,7 +8,7 @@ from transformer_vq.doctor import isolated
 from transformer_vq.doctor.findings import Check
 from transformer_vq.doctor.samples import Sizes
 
-SMALL = Sizes(seq_len=18, block_len=4, n_code=5, d_model=16, d_k=4)
+SMALL = Sizes(18, 4, n_code=5, d_model=16, d_k=4, head_types=("shga", "gqa"))
 CPU = torch.device("cpu")
 
 

@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_vq.config import HeadType, ModelConfig
+from transformer_vq.config import ModelConfig
 from transformer_vq.device import matmul_precision
 from transformer_vq.doctor.attention import BF16, FP32, matmul_rounding, relative_error
 from transformer_vq.doctor.findings import Check, Errors, check
-from transformer_vq.doctor.samples import ALL_HEADS, Sizes
+from transformer_vq.doctor.samples import Sizes
 from transformer_vq.generation.decoder import Decoder
 from transformer_vq.nn.model import ModelOutput, TransformerVQ
 
@@ -91,12 +91,11 @@ def over_heads(
     sizes: Sizes,
     device: torch.device,
     attention: str = "vq",
-    head_types: tuple[HeadType, ...] = ALL_HEADS,
 ) -> Errors:
     """Return the errors of models with all head types."""
     found: dict[str, float] = {}
     with matmul_rounding(FP32):
-        for head_type in head_types:
+        for head_type in sizes.head_types:
             config = sizes.model(head_type, attention=attention)
             pair = make_pair(config, sizes, device)
             errors = compare(pair, random_tokens(config, sizes))
@@ -159,6 +158,7 @@ def decoder(pair: Pair, tokens: Tensor, compiled: bool = False) -> dict[str, flo
         x = tokens.to(pair.device)
         step = Decoder(pair.actual.eval(), pair.actual(x[:, : pair.cut]).state).step
         if compiled:
+            torch.compiler.reset()
             step = torch.compile(step, fullgraph=True)
         got = torch.stack([step(x[:, t]) for t in range(pair.cut, x.shape[1])], dim=1)
         return {"logits": relative_error(got, pair.exact(tokens).logits[:, pair.cut :])}

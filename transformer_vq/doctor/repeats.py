@@ -11,7 +11,7 @@ from torch import Tensor
 from transformer_vq.doctor.attention import FP32, matmul_rounding, reductions
 from transformer_vq.doctor.findings import Repeat, explain
 from transformer_vq.doctor.models import make_model, random_tokens
-from transformer_vq.doctor.samples import ALL_HEADS, Sizes
+from transformer_vq.doctor.samples import Sizes
 from transformer_vq.generation.decoder import Decoder
 from transformer_vq.nn.model import TransformerVQ
 
@@ -46,7 +46,7 @@ def _differences(sizes: Sizes, device: torch.device, kind: str) -> list[str]:
     attention = "full" if kind == "full" else "vq"
     found: list[str] = []
     with matmul_rounding(FP32):
-        for head_type in ALL_HEADS:
+        for head_type in sizes.head_types:
             config = sizes.model(head_type, attention=attention)
             model = make_model(config).to(device)
             if kind not in ("full", "decoder"):

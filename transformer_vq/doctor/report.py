@@ -47,7 +47,8 @@ def summary(diagnosis: Diagnosis) -> str:
     if differing:
         same = f"repeated steps differ in {len(differing)} paths"
     return (
-        f"All {n_checked} checks on {device} passed {took}, {n_skipped} were skipped, and {same}."
+        f"No check failed on {device}: {n_checked} passed and {n_skipped} were skipped {took}, "
+        f"and {same}."
     )
 
 

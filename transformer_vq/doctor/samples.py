@@ -26,7 +26,7 @@ ALL_HEADS: tuple[HeadType, ...] = get_args(HeadType)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the inputs; the sequence ends with an incomplete block."""
+    """Head types and sizes of the inputs; the sequence ends with an incomplete block."""
 
     seq_len: int = 75
     block_len: int = 16
@@ -34,6 +34,7 @@ class Sizes:
     d_model: int = 64
     d_k: int = 16
     batch_size: int = 2
+    head_types: tuple[HeadType, ...] = ALL_HEADS
 
     @property
     def cut(self) -> int:
@@ -139,7 +140,7 @@ def problems(sizes: Sizes, dtype: torch.dtype, seed: int = 0) -> Iterator[Proble
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype).double()
 
-    for head_type in ALL_HEADS:
+    for head_type in sizes.head_types:
         heads = AttentionConfig(
             sizes.d_model,
             d_k=sizes.d_k,

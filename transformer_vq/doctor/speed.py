@@ -5,9 +5,11 @@ The share of the matrix-product rate, measured in the same run, carries over bet
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -58,19 +60,17 @@ def plan(device: torch.device) -> Plan:
         head_type="shga",
         attention="vq",
         reduction="auto",
-        seq_len=2048,
+        seq_len=0,
         d_model=256 if is_cpu else 768,
         n_layer=1 if is_cpu else 4,
         precision=precision,
         device=str(device),
-        steps=2 if is_cpu else 10,
+        steps=1 if is_cpu else 10,
     )
-    lengths = (2048, 8192) if is_cpu else (2048, 8192, 32_768)
-    tokens_per_step = 8192 if is_cpu else 32_768
+    lengths = (1024, 4096) if is_cpu else (2048, 8192, 32_768)
     cells = []
-    for seq_len in lengths:
-        n_rows = tokens_per_step // seq_len
-        vq = replace(base, seq_len=seq_len, batch_size=n_rows)
+    for seq_len in lengths:  # the same number of tokens per step
+        vq = replace(base, seq_len=seq_len, batch_size=lengths[-1] // seq_len)
         cells += [vq, replace(vq, head_type="mha", attention="sdpa")]
     width, n_layer = (256, 2) if is_cpu else (768, 8)
     return Plan(tuple(cells), ModelConfig(256, width, n_layer), precision)
@@ -120,10 +120,10 @@ def timed_decoding(config: ModelConfig, batch_size: int, device: torch.device) -
     return {**timing, "peak_gb": peak_bytes(device) / 1e9}  # type: ignore[dict-item]
 
 
-def _in_subprocess(measure: object, *arguments: object) -> dict[str, float] | str:
+def _in_subprocess(measure: Callable[..., Any], *arguments: object) -> dict[str, float] | str:
     """Return the result of a measurement, or why there is none."""
     try:
-        found = in_subprocess(measure, *arguments, seconds=TIME_LIMIT)  # type: ignore[arg-type]
+        found: dict[str, Any] = dict(in_subprocess(measure, *arguments, seconds=TIME_LIMIT))
     except Exception as error:
         return explain(error)[1]
     failed = found.get("failed")

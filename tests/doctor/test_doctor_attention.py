@@ -7,7 +7,14 @@ import torch
 
 from transformer_vq.doctor import attention, isolated, samples
 from transformer_vq.doctor.attention import BF16, FP32, TF32, check_path, compare, solve
-from transformer_vq.doctor.samples import ALL_HEADS, Sizes, definition, linear_time, problems
+from transformer_vq.doctor.samples import (
+    ALL_HEADS,
+    GPU_SIZES,
+    Sizes,
+    definition,
+    linear_time,
+    problems,
+)
 from transformer_vq.ops import reductions
 from transformer_vq.ops.cache import CacheStats
 
@@ -61,6 +68,13 @@ def test_bf16_has_a_larger_error_and_passes():
     solved = solve(SMALL, torch.bfloat16)
     found = compare(solved, BF16, CPU, lambda p, x: linear_time(p, x, "auto"))
     assert 1e-4 < found.worst[1] < BF16.tolerance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=lambda x: x.name)
+def test_sizes_for_gpus_pass_on_a_cpu(precision):
+    found = run_checks(solve(GPU_SIZES, precision.dtype), precision)
+    assert {x.status for x in found.values()} == {"ok"}
 
 
 def test_broken_reduction_fails_and_the_others_pass(solved, monkeypatch):

@@ -4,6 +4,7 @@ import getpass
 import json
 import platform
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +94,18 @@ def test_messages_lose_folders_and_names(monkeypatch):
     assert without_places("") == ""
     assert len(without_places("x" * 999)) < MAX_NOTE + 5
     assert without_places("~/.cache/a b") == ".../a b"
+
+
+def test_environment_of_a_gpu_survives_a_driver_that_cannot_be_read(monkeypatch):
+    properties = SimpleNamespace(name="Some GPU", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (20 * 10**9, 24 * 10**9))
+    monkeypatch.setenv("PATH", "")  # without nvidia-smi
+    found = environment(torch.device("cuda"))
+    assert found.device["GPU"] == "Some GPU, capability 9.0"
+    assert found.device["GPU memory"] == "24.0 GB, 20.0 GB free"
+    assert found.versions["driver"].startswith("unknown")
 
 
 def test_environment_reports_versions_memory_and_settings(monkeypatch):

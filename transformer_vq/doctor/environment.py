@@ -91,7 +91,8 @@ def _versions(device: torch.device) -> dict[str, str]:
     }
     if device.type == "cuda":
         found["cuDNN"] = str(torch.backends.cudnn.version())
-        found["driver"] = _try(_driver)
+        if torch.version.hip is None:
+            found["driver"] = _try(_driver)
     return found
 
 

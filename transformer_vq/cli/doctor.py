@@ -24,9 +24,9 @@ class DoctorOptions:
 
     Compares every implementation of the attention and the decoder with float64, outputs and
     gradients, in fp32 and bf16. Repeats steps to find results that are not deterministic, counts
-    how often the host waits for a GPU, and measures training and decoding. Takes a minute or two
-    on two cores. The report is Markdown, without paths, host names and user names. The exit status
-    is 1 if a check failed.
+    how often the host waits for a GPU, and measures training and decoding. Takes about two minutes
+    on two cores, most of it for torch.compile. The report is Markdown, without paths, host names
+    and user names. The exit status is 1 if a check failed.
     """
 
     device: DoctorDevice = "auto"

@@ -32,7 +32,7 @@ from transformer_vq.ops.blockwise import vq_attention
 
 Findings = list[Check | Repeat]
 ATTENTION, DECODER = "compiled attention", "compiled decoder"
-CPU_TIME_LIMIT, TIME_LIMIT = 60.0, 180.0  # seconds per subprocess
+CPU_TIME_LIMIT, TIME_LIMIT = 120.0, 240.0  # seconds per subprocess
 ONE_HEAD_TYPE: tuple[HeadType, ...] = ("gqa",)
 """Compiled on a CPU, where compiling takes long: it has key heads and groups of query heads."""
 

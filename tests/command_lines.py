@@ -91,6 +91,7 @@ BASES: dict[str, tuple[str, ...]] = {
         *("text-run", "full-run", "image-run", "decode.json", "evaluation.json --out new.png"),
         *("text-run full-run", "text-run image-run --x time --out new.png"),
     ),
+    "doctor": ("--device cpu --quick", "--device cpu --quick --out new.md --json"),
     "bench train": (
         f"{SHAPE} --lengths 8 16 --head-types shga --kinds full auto --repeats 1",
         f"{SHAPE} --quick --lengths 8 --kinds sdpa --time-limit 1 --repeats 1 --out new.json",

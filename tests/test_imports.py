@@ -20,6 +20,7 @@ LAYERS = [
     {"parallel"},
     {"training"},
     {"hf", "bench", "serve"},
+    {"doctor"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

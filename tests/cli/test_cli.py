@@ -164,6 +164,7 @@ def test_version_is_that_of_the_package(capsys):
         ("config tiny", "--format", "Codewords per codebook."),
         ("runs", "--sort", "[DIR]"),
         ("report", "--samples", "RUN/report.html"),
+        ("doctor", "--quick", "The exit status is 1 if a check failed."),
     ],
 )
 def test_help_of_a_command_lists_its_options(arguments, option, text, capsys):

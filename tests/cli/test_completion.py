@@ -64,6 +64,7 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is no
         ("tvq runs --sort ", {"time", "loss", "step", "name"}),
         ("tvq plot --", {"--out", "--x", "--overwrite", "--no-overwrite", "--help"}),
         ("tvq report run --sa", {"--samples"}),
+        ("tvq doctor --q", {"--quick"}),
         ("tvq --print-completion ", set(SHELLS)),
         ("tvq export run out --ch", {"--checkpoint", "--chat-template"}),
         ("tvq export run out --dtype ", {"float32", "bfloat16", "float16"}),

@@ -44,13 +44,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "report": ("transformer_vq.cli.report", "write an HTML page about a run"),
     "plot": ("transformer_vq.cli.plot", "plot a run, several runs, or a recorded benchmark"),
     "bench": ("transformer_vq.cli.bench", "measure speed and memory"),
+    "doctor": ("transformer_vq.cli.doctor", "check this installation; report for an issue"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command and exit.
 
-    Exit status: 0 success, 1 training that cannot continue or a bug, 2 a user error, 130 Ctrl-C.
+    Exit status: 0 success, 1 training that cannot continue, a failed check or a bug, 2 a user
+    error, 130 Ctrl-C.
     Training that was stopped and saved after signal n exits with 128 + n.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)

@@ -124,8 +124,8 @@ class TrainConfig:
     """How cache statistics are reduced across blocks; results agree up to rounding."""
     checkpoint_activations: bool = False
     """Activation checkpointing: less memory, more time."""
-    compile: bool = False
-    """Use torch.compile: slow start, then faster steps."""
+    compile: bool | None = None
+    """Use torch.compile: slow start, then faster steps; by default on GPUs only."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto uses a GPU if available."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0

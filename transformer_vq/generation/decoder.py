@@ -7,7 +7,7 @@ token costs the same; full attention preallocates memory for the new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +61,12 @@ class Decoder:
         for layer, part in zip(self._layers.values(), state.detach().layers, strict=True):
             layer.write_row_(row, part)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors that stay at their addresses: constants, and the state of VQ layers."""
+        yield self._position
+        for layer in self._layers.values():
+            yield from layer.tensors()
+
     def state(self) -> ModelState:
         """Return a copy of the state, for `forward` or another decoder."""
         return ModelState(tuple(layer.state() for layer in self._layers.values()))
@@ -109,6 +115,10 @@ class _Layer:
         """Replace one row of the state."""
         raise NotImplementedError
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of the layer, except for parameters of the model."""
+        yield from (x for x in vars(self).values() if isinstance(x, Tensor))
+
     def state(self) -> AttentionState:
         """Return a copy of the state."""
         raise NotImplementedError
@@ -132,6 +142,10 @@ class _VQLayer(_Layer):
 
     def write_row_(self, row: int, state: AttentionState) -> None:
         self.ring.write_row_(row, state)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from super().tensors()
+        yield from self.ring.tensors()
 
     def state(self) -> AttentionState:
         return self.ring.state()

@@ -7,6 +7,7 @@ The result equals that of `vq_attention` on a segment of length one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +61,12 @@ class Ring:
         if self.cache is not None and state.cache is not None:
             self.cache.mean[row] = state.cache.mean[0]
             self.cache.count[row] = state.cache.count[0]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors of the ring."""
+        yield from (self.k, self.v, self.z, self.position, self.slot)
+        if self.cache is not None:
+            yield from (self.cache.mean, self.cache.count)
 
     def _order(self) -> Tensor:
         """Return the slots of the window, from the oldest token to the newest."""

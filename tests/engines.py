@@ -15,17 +15,16 @@ TOKENIZER = ByteTokenizer(end_of_document=True)
 MEGABYTE = 2**20
 
 
-def make_engine(model, n_slots=3, max_waiting=64, memory=MEGABYTE, **options):
-    return Engine(
-        model, TOKENIZER, PrefixStore(Snapshots(model), memory, **options), n_slots, max_waiting
-    )
+def make_engine(model, n_slots=3, max_waiting=64, memory=MEGABYTE, state_dtype=None, **options):
+    store = PrefixStore(Snapshots(model), memory, **options)
+    return Engine(model, TOKENIZER, store, n_slots, max_waiting, state_dtype=state_dtype)
 
 
 def a_prompt(n, seed=0):
     return [TOKENIZER.bos, *random.Random(seed).choices(range(256), k=n - 1)]
 
 
-def solo(model, request):
+def solo(model, request, state_dtype=None):
     """The text that `tvq sample` generates."""
     start = None if request.start is None else request.start.context
     context = prefill(model, [request.prompt], start) if request.prompt else start
@@ -38,6 +37,7 @@ def solo(model, request):
         seed=request.seed,
         stop=request.stop,
         stop_at_end=request.stop_at_end,
+        state_dtype=state_dtype,
     )[-1:]
     return found.text
 

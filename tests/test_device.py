@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from transformer_vq.device import evaluating, find_device, has_fast_bf16, keep_freed_memory
+from transformer_vq import device as devices
+from transformer_vq.device import (
+    compile_decoding,
+    compiles_training,
+    evaluating,
+    find_device,
+    has_fast_bf16,
+    keep_freed_memory,
+)
 from transformer_vq.errors import UserError
 
 
@@ -124,3 +132,37 @@ def test_has_fast_bf16_depends_on_the_cpu(monkeypatch, found, fast):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
     assert has_fast_bf16(torch.device("cpu")) == fast
     assert has_fast_bf16(torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("triton", "capability", "expected"),
+    [(True, (8, 0), True), (True, (7, 0), True), (True, (6, 1), False), (False, (9, 0), False)],
+)
+def test_training_compiles_by_default_on_gpus_that_support_it(
+    monkeypatch, triton, capability, expected
+):
+    monkeypatch.setattr(devices, "find_spec", lambda name: triton or None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert compiles_training(None, torch.device("cuda")) == expected
+    assert not compiles_training(None, torch.device("cpu"))
+    for choice in (True, False):
+        for name in ("cpu", "cuda"):
+            assert compiles_training(choice, torch.device(name)) == choice
+
+
+@pytest.mark.parametrize(("name", "mode"), [("cpu", None), ("cuda", "reduce-overhead")])
+def test_compiled_decoding_uses_cuda_graphs_on_gpus_only(monkeypatch, name, mode):
+    settings, steps = {}, []
+
+    def fake_compile(step, **options):
+        settings.update(options)
+        return step
+
+    monkeypatch.setattr(torch, "compile", fake_compile)
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: steps.append(name))
+    state = torch.zeros(2)
+    step = compile_decoding(lambda tokens: tokens + 1, torch.device(name), [state])
+    assert step(torch.tensor([1])).item() == 2
+    assert settings == {"fullgraph": True} | ({"mode": mode} if mode else {})
+    assert len(steps) == int(name == "cuda")
+    assert hasattr(state, "_dynamo_static_input_type") == (name == "cuda")

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformer_vq.nn.state import ModelState
     from transformer_vq.ops.blockwise import vq_attention
     from transformer_vq.ops.encoder import encoder_attention
+    from transformer_vq.ops.execution import Execution
     from transformer_vq.ops.ragged import document_ids_from_starts
     from transformer_vq.ops.state import AttentionState
     from transformer_vq.presets import PRESETS
@@ -71,6 +72,7 @@ _MODULES = {
     "nn.state": "ModelState",
     "ops.blockwise": "vq_attention",
     "ops.encoder": "encoder_attention",
+    "ops.execution": "Execution",
     "ops.ragged": "document_ids_from_starts",
     "ops.state": "AttentionState",
     "presets": "PRESETS",
@@ -94,6 +96,7 @@ __all__ = [  # noqa: RUF022
     "Corpus",
     "DataConfig",
     "Evaluation",
+    "Execution",
     "FullAttention",
     "Inspection",
     "LoadedRun",

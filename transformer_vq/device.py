@@ -5,14 +5,16 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from transformer_vq.errors import UserError
+from transformer_vq.ops.execution import execution_on
 
 
 def find_device(name: str = "auto") -> torch.device:
@@ -75,6 +77,11 @@ def matmul_precision(device: torch.device, precision: str) -> AbstractContextMan
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
+def state_dtype(precision: str) -> torch.dtype | None:
+    """Return the dtype of values in the state of decoding; None keeps that of the model."""
+    return torch.bfloat16 if precision == "bf16" else None
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Disable dropout and gradients in the context; restore the mode of the model afterwards."""
@@ -93,6 +100,41 @@ def has_fast_bf16(device: torch.device) -> bool:
         return True
     found = torch.cpu.get_capabilities()
     return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
+def compiles_training(choice: bool | None, device: torch.device) -> bool:
+    """Return whether training uses torch.compile on a device.
+
+    choice: as in `train.compile`; None compiles where `EXECUTIONS` says so and PyTorch can.
+    """
+    if choice is not None:
+        return choice
+    if not execution_on(device).compile or find_spec("triton") is None:
+        return False
+    # The compiler needs a GPU of the Volta generation or later.
+    return torch.cuda.get_device_capability(device) >= (7, 0)
+
+
+def compile_decoding(
+    step: Callable[[Tensor], Tensor], device: torch.device, kept: Iterable[Tensor] = ()
+) -> Callable[[Tensor], Tensor]:
+    """Return a decoding step compiled with torch.compile; on GPUs as a CUDA graph.
+
+    A CUDA graph launches all kernels of a step at once. The logits of a step are overwritten by the
+    next one. kept: tensors that the step reads or updates in place on every call, such as
+    `Decoder.tensors`; otherwise a CUDA graph would copy them on every step.
+    """
+    if device.type != "cuda":
+        return torch.compile(step, fullgraph=True)
+    for x in kept:
+        torch._dynamo.mark_static_address(x)
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+
+    def run(tokens: Tensor) -> Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled(tokens)
+
+    return run
 
 
 def keep_freed_memory() -> None:

@@ -1,11 +1,15 @@
 """The help of every command: readable at 80 columns, important options first."""
 
 import re
+from pathlib import Path
 
 import pytest
 from command_lines import OPTIONS
 
+from transformer_vq import PRESETS
+from transformer_vq.cli.arguments import parse
 from transformer_vq.cli.main import main
+from transformer_vq.cli.train import TrainOptions
 from transformer_vq.config.run import FREE_FIELDS
 
 SECTIONS = ("data", "train", "model", "optim", "parallel")
@@ -66,3 +70,12 @@ def test_help_joins_the_lines_of_a_sentence(capsys, monkeypatch):
 def test_help_of_resume_lists_only_options_that_may_change(capsys):
     names = {name for name in listed(help_of(capsys, "resume")) if "." in name}
     assert names == {f"--{name.replace('_', '-')}" for name in FREE_FIELDS}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [([], None), (["--train.compile"], True), (["--train.no-compile"], False)],
+)
+def test_an_option_that_may_be_none_is_a_pair_of_flags(arguments, expected):
+    tiny = TrainOptions(PRESETS["tiny"], Path("run"))
+    assert parse(TrainOptions, arguments, "train", tiny).run.train.compile is expected

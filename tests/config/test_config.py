@@ -280,3 +280,11 @@ def test_configs_cannot_be_changed():
     for part in (PRESETS["tiny"], *(getattr(PRESETS["tiny"], f.name) for f in fields(RunConfig))):
         with pytest.raises(FrozenInstanceError):
             setattr(part, fields(part)[0].name, 1)
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+def test_compile_is_read_from_old_and_new_configs(value):
+    values = json.loads(json.dumps(PRESETS["tiny"].to_dict()))
+    assert values["train"]["compile"] is None
+    values["train"]["compile"] = value
+    assert RunConfig.from_stored(values).train.compile is value

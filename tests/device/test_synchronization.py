@@ -31,7 +31,6 @@ LOGGING_WAITS = {
 EVALUATION_WAITS = {"evaluation.py:score, read": "the totals, once at the end"}
 DECODING_WAITS = {
     "transfer.py:tolist, event": "the tokens of a step; the next step is running already",
-    "generation/sampling.py:column, copy from the host": "numbers of the sampling rules",
 }
 
 

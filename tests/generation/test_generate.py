@@ -270,3 +270,21 @@ def test_running_ahead_reports_logits_that_are_nan(vq, run_ahead):
     context.logits[1] = float("nan")
     with pytest.raises(NotFiniteError, match="NaN"):
         next(stream(vq, context, 5, seed=0))
+
+
+def test_a_bfloat16_state_generates_from_the_same_context():
+    model = TransformerVQ(tiny_config()).eval()
+    context = prefill(model, [[1, 2, 3, 4, 5, 6, 7]])
+    exact, rounded = (
+        [t for (t,) in stream(model, context, 30, Sampling(0.0), state_dtype=dtype)]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert len(rounded) == 30
+    assert exact == [t for (t,) in stream(model, context, 30, Sampling(0.0))]
+    assert exact[0] == rounded[0]  # chosen before the state is read
+
+
+def test_only_the_state_of_vq_attention_can_be_converted():
+    model = TransformerVQ(tiny_config(attention="full")).eval()
+    with pytest.raises(UserError, match="state_dtype"):
+        stream(model, prefill(model, [[1]]), 3, state_dtype=torch.bfloat16)

@@ -82,7 +82,7 @@ def test_a_text_ends_where_the_model_ends_the_document(monkeypatch):
     tokenizer = ByteTokenizer(end_of_document=True)
     script = [[120, 120, 256], [120, 256, 121], [256, 120, 121], [65, 65, 121]]
 
-    def scripted(model, context, max_new_tokens, sampling, seed, stop_tokens, *, compiled):
+    def scripted(model, context, max_new_tokens, sampling, seed, stop_tokens, **options):
         done = [False] * 3
         for tokens in script[:max_new_tokens]:
             yield [None if over else t for t, over in zip(tokens, done, strict=True)]

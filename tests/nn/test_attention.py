@@ -11,6 +11,7 @@ from helpers import assert_close, assert_same_gradients, block_starts
 
 import transformer_vq
 from transformer_vq import FullAttention, VQAttention
+from transformer_vq.ops.execution import Execution
 from transformer_vq.ops.position import sinusoids
 
 D_MODEL, D_K, N_CODE, L = 16, 4, 7, 4
@@ -105,14 +106,14 @@ def test_full_attention_is_definition_3_1_without_quantization(head_type, cuts):
     assert_layer_is_the_definition(make("full", head_type), head_type, 17, cuts)
 
 
-def test_auto_processes_long_inputs_in_segments(monkeypatch):
+def test_auto_processes_long_inputs_in_segments():
     """Small segments, so that a short sequence has several."""
-    layer = make("vq", "mha", reduction="auto")
-    monkeypatch.setattr("transformer_vq.nn.attention.AUTO_SCORES", 2 * 4 * (N_CODE + 2 * L) * 2 * L)
+    options = {"execution": Execution(2 * 4 * (N_CODE + 2 * L) * 2 * L, 256, compile=False)}
+    layer = make("vq", "mha", reduction="auto", **options)
     assert layer.segment_len(2, 100) == 2 * L
     assert_layer_is_the_definition(layer, "mha", 27)
     assert_layer_is_the_definition(
-        make("vq", "mha", reduction="auto", checkpoint_activations=True), "mha", 27
+        make("vq", "mha", reduction="auto", checkpoint_activations=True, **options), "mha", 27
     )
 
 

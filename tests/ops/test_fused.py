@@ -9,11 +9,17 @@ from helpers import assert_close, assert_same_gradients, attention_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_vq.ops import fused, tiles
+from transformer_vq.ops import fused
 from transformer_vq.ops.blockwise import vq_attention
+from transformer_vq.ops.execution import OTHER
 from transformer_vq.ops.ragged import read_packing
 
 HEADS = {"shga": (1, 1), "mqa": (1, 3), "mha": (3, 1)}
+
+
+def tiled(n_queries):
+    """Return an execution with tiles of so many queries."""
+    return replace(OTHER, tile_queries=n_queries)
 
 
 def run(inputs, reduction, cuts=(), *, starts=None, valid=None, cache=True, **options):
@@ -65,12 +71,12 @@ def test_fused_attention_never_reads_uninitialized_memory(heads, seq_len):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("rows", [1, 2, 5, None])
 @pytest.mark.parametrize("seq_len", [1, 4, 7, 8, 16, 37])
-def test_fused_attention_equals_plain_for_any_tile_size(monkeypatch, heads, rows, seq_len):
-    monkeypatch.setattr(tiles, "ROWS", rows)
+def test_fused_attention_equals_plain_for_any_tile_size(heads, rows, seq_len):
     h, g = HEADS[heads]
-    assert_equal_forms(attention_inputs(seq_len, h=h, g=g, block_len=8, requires_grad=True))
+    inputs = attention_inputs(seq_len, h=h, g=g, block_len=8, requires_grad=True)
+    assert_equal_forms(inputs, execution=tiled(rows))
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -78,11 +84,11 @@ def test_fused_attention_equals_plain_for_any_tile_size(monkeypatch, heads, rows
 @pytest.mark.parametrize("looks", [True, False])
 @pytest.mark.parametrize("cuts", [(), (3,), (8, 16), (1, 9, 30)])
 def test_fused_equals_plain_for_every_option(monkeypatch, cache, grad_through_cache, looks, cuts):
-    monkeypatch.setattr(tiles, "ROWS", 3)
     if not looks:  # as on a GPU, where empty slots are attended to with weight zero
         monkeypatch.setattr(fused, "_is_known_empty", lambda state: False)
     inputs = attention_inputs(40, h=2, g=2, block_len=8, requires_grad=True)
-    assert_equal_forms(inputs, cuts, cache=cache, grad_through_cache=grad_through_cache)
+    options = {"cache": cache, "grad_through_cache": grad_through_cache, "execution": tiled(3)}
+    assert_equal_forms(inputs, cuts, **options)
 
 
 def assembled_states(inputs):
@@ -129,16 +135,13 @@ def test_documents_and_padding(seq_len, block_len, rows, heads, cuts, ragged, se
     generator = torch.Generator().manual_seed(seed)
     starts = torch.rand(2, seq_len, generator=generator) < 0.15
     valid = torch.arange(seq_len) < torch.tensor([[seq_len], [max(1, seq_len - seed % 7)]])
-    before, tiles.ROWS = tiles.ROWS, rows
-    try:
-        assert_equal_forms(
-            inputs,
-            tuple(sorted(cut for cut in cuts if cut < seq_len)),
-            starts=starts if ragged != "padding" else None,
-            valid=valid if ragged != "documents" else None,
-        )
-    finally:
-        tiles.ROWS = before
+    assert_equal_forms(
+        inputs,
+        tuple(sorted(cut for cut in cuts if cut < seq_len)),
+        starts=starts if ragged != "padding" else None,
+        valid=valid if ragged != "documents" else None,
+        execution=tiled(rows),
+    )
 
 
 @pytest.mark.parametrize("heads", HEADS)

@@ -14,6 +14,8 @@ from transformer_vq.config import ParallelConfig, RunConfig
 from transformer_vq.parallel.strategy import check_mesh
 from transformer_vq.training.sizes import sizes
 
+CHECKPOINTED = run_config(compile=True, checkpoint_activations=True)
+
 
 def test_dp_defaults_to_all_remaining_processes():
     assert ParallelConfig().fill(8) == ParallelConfig(dp=8)
@@ -45,12 +47,18 @@ def test_mesh_rejects_a_negative_size(axis):
         (run_config(), ParallelConfig(tp=3), "32 value columns of this model"),
         (run_config({"head_type": "mha"}), ParallelConfig(tp=4), "2 heads of this model"),
         (run_config(), ParallelConfig(fsdp=2, tp=2), "cannot be combined"),
-        (run_config(compile=True), ParallelConfig(fsdp=2), "train.compile"),
+        (CHECKPOINTED, ParallelConfig(tp=2), "train.checkpoint_activations and parallel.tp=2"),
+        (CHECKPOINTED, ParallelConfig(cp=2), "train.checkpoint_activations and parallel.cp=2"),
     ],
 )
 def test_check_mesh_rejects_what_cannot_be_split(config, mesh, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_mesh(config, replace(mesh, dp=max(mesh.dp, 1)))
+
+
+@pytest.mark.parametrize("axis", ["dp", "fsdp", "cp", "tp"])
+def test_check_mesh_accepts_compiled_runs(axis):
+    check_mesh(run_config(compile=True), replace(ParallelConfig(dp=1), **{axis: 2}))
 
 
 def test_mesh_without_torchrun_exits_with_status_2(tmp_path, capsys):

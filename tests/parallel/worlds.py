@@ -23,7 +23,9 @@ IMPORTED_ONCE = [
 ]
 
 
-def run_checks(n_processes: int, module: str, names: list[str], folder: Path) -> dict[str, str]:
+def run_checks(
+    n_processes: int, module: str, names: list[str], folder: Path, seconds: float = SECONDS
+) -> dict[str, str]:
     """Run checks of a module in n processes; return tracebacks by name, empty if passed."""
     # Processes are forked from a server without threads, which imports torch only once.
     context = multiprocessing.get_context("forkserver")
@@ -39,7 +41,7 @@ def run_checks(n_processes: int, module: str, names: list[str], folder: Path) ->
     try:
         for process in processes:
             process.start()
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + seconds
         while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
             if any(process.exitcode for process in processes):
                 time.sleep(1)  # let other ranks report their own failures

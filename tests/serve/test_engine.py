@@ -9,7 +9,7 @@ import pytest
 import torch
 from engines import TOKENIZER, a_prompt, collect, make_engine, many_requests, solo, text_of
 
-from transformer_vq import ModelConfig, TransformerVQ, UserError
+from transformer_vq import ModelConfig, Sampling, TransformerVQ, UserError
 from transformer_vq.generation.prefill import Context, prefill
 from transformer_vq.serve.engine import EngineStoppedError, QueueFullError
 from transformer_vq.serve.requests import Finished, NewToken, PromptRead, Request
@@ -203,3 +203,10 @@ def test_full_attention_and_empty_prompts_are_refused(model):
         make_engine(full)
     with pytest.raises(UserError, match="no tokens"):
         make_engine(model).submit(Request([], 5), lambda event: None)
+
+
+def test_slots_can_hold_bfloat16_values(model):
+    requests = [Request(a_prompt(n), 12, Sampling(0.0), seed=1) for n in (5, 40)]
+    engine = make_engine(model, state_dtype=torch.bfloat16)
+    for request, events in zip(requests, collect(engine, *requests), strict=True):
+        assert text_of(events) == solo(model, request, state_dtype=torch.bfloat16)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_vq import PRESETS, TransformerVQ
 from transformer_vq.config import OptimConfig, ParallelConfig, RunConfig, TrainConfig
-from transformer_vq.nn import attention
+from transformer_vq.ops.execution import EXECUTIONS
 from transformer_vq.parallel.tensor_parallel import sharded_axes
 from transformer_vq.training.optim import make_optimizer
 from transformer_vq.training.sizes import flops_per_token, sizes
@@ -205,7 +205,7 @@ def test_activation_checkpointing_keeps_the_state_before_every_segment(monkeypat
         config = run_of({"checkpoint_activations": True, "backprop_len": 24}, n_layer=n_layer)
         with monkeypatch.context() as patch:
             one = sizes(config)
-            patch.setattr(attention, "AUTO_SCORES", 1)
+            patch.setitem(EXECUTIONS, "cpu", replace(EXECUTIONS["cpu"], segment_scores=1))
             six = sizes(config)
         return six.activation_bytes - one.activation_bytes, one.state_bytes
 

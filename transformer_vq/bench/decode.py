@@ -39,6 +39,7 @@ from transformer_vq.bench.records import (
 )
 from transformer_vq.config import AttentionType, ModelConfig, Precision
 from transformer_vq.device import evaluating
+from transformer_vq.device import compile_decoding
 from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.prefill import Context, run_segments
 from transformer_vq.generation.snapshot import load_context, save_context
@@ -250,7 +251,9 @@ def _prepare(config: ModelConfig, cell: Cell, room: int, folder: Path) -> Prepar
         state = _random_state(model, cell)
     dtype = torch.bfloat16 if cell.state_precision == "bf16" else None
     decoder = Decoder(model, state, room, dtype)
-    step = torch.compile(decoder.step, fullgraph=True) if cell.compiled else decoder.step
+    step: Callable[[Tensor], Tensor] = decoder.step
+    if cell.compiled:
+        step = compile_decoding(step, token.device, decoder.tensors())
     n_bytes = state.n_bytes
     if dtype is not None:
         n_bytes -= sum(_halved_bytes(layer) for layer in state.layers)

@@ -143,7 +143,7 @@ def _scopes(trainer: Trainer) -> ExitStack:
 
     trainer.model.update_codebooks = recorded  # type: ignore[method-assign]
     stack.callback(delattr, trainer.model, "update_codebooks")
-    if not trainer.config.train.compile:  # hooks would break the graph
+    if not trainer.strategy.is_compiled:  # hooks would break the graph
         for module in trainer.model.modules():
             if isinstance(module, VectorQuantizer):
                 stack.callback(module.register_forward_pre_hook(enter).remove)

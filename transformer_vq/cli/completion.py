@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
 from transformer_vq.cli.arguments import option_types
+from transformer_vq.cli.messages import is_flag
 from transformer_vq.presets import PRESETS
 
 SHELLS = ("bash", "zsh", "fish")
@@ -81,7 +82,7 @@ def _words_by_command() -> dict[str, Words]:
                 first = _choices(hint)
                 continue
             options.append(name)
-            if hint is bool:
+            if is_flag(hint):
                 options.append(_negated(name))
             if _choices(hint):
                 choices[name] = _choices(hint)

@@ -20,6 +20,7 @@ from tyro.constructors import (
 )
 
 from transformer_vq.cli.arguments import value_type
+from transformer_vq.cli.messages import is_flag
 from transformer_vq.config import RunConfig
 from transformer_vq.config.files import SECTIONS
 
@@ -68,7 +69,7 @@ def option_rules(hidden: Collection[str] = ()) -> ConstructorRegistry:
             is_nested = False
         if not isinstance(spec, StructConstructorSpec):
             return None
-        found = [_with_metavar(_with_help(field)) for field in spec.fields]
+        found = [_as_flag(_with_metavar(_with_help(field))) for field in spec.fields]
         if info.type is RunConfig:
             found.sort(key=lambda field: SECTIONS.index(field.name))
         section = _section(info.type)
@@ -98,6 +99,17 @@ def _with_metavar(field: StructFieldSpec) -> StructFieldSpec:
     name = "PATH" if field.name.endswith("path") else METAVARS[inner]
     mark = tyro.conf.arg(metavar=f"{name} ...", help_behavior_hint=_default_text)
     kind: Any = Annotated[hint, mark]
+    return dataclasses.replace(field, type=kind)
+
+
+def _as_flag(field: StructFieldSpec) -> StructFieldSpec:
+    """Make an option with the values true, false and None a pair of flags; None is its default."""
+    if field.type is bool or not is_flag(field.type):
+        return field
+    mark = tyro.conf.arg(
+        help_behavior_hint="(default: automatic)" if field.default is None else None
+    )
+    kind: Any = Annotated[field.type, tyro.conf.DisallowNone, mark]
     return dataclasses.replace(field, type=kind)
 
 

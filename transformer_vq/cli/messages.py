@@ -8,9 +8,15 @@ import re
 import shlex
 from collections.abc import Iterable
 from itertools import takewhile
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 LIST_HINT = "--help lists the options"
+
+
+def is_flag(hint: Any) -> bool:
+    """Return whether an option of this type takes no value: --option or --no-option."""
+    return hint is bool or set(get_args(hint)) == {bool, NoneType}
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -91,7 +97,7 @@ def unexpected_words(unknown: list[str], arguments: list[str], options: dict[str
         before = argument if argument.startswith("--") else before
     hint = options.get(before.replace("_", "-").replace("no-", ""))
     after = f" after {before}" if before else ""
-    after += ", which takes no value" if hint is bool else ""
+    after += ", which takes no value" if is_flag(hint) else ""
     return f"unexpected {_typed(words)}{after}; {LIST_HINT}"
 
 

@@ -69,6 +69,8 @@ class ServeOptions:
     checkpoint: Checkpoint = "best"
     precision: Precision = "fp32"
     """fp32, or bf16 for matrix products."""
+    state_precision: Precision = "fp32"
+    """fp32, or bf16 for the values in the states: a token reads half of their bytes."""
     device: Device = "auto"
 
 
@@ -105,7 +107,12 @@ def run(arguments: list[str]) -> None:
 
 def _service(name: str, options: ServeOptions, api_key: str | None) -> Service:
     from transformer_vq.data.sources.paths import expand_user
-    from transformer_vq.device import find_device, keep_freed_memory, matmul_precision
+    from transformer_vq.device import (
+        find_device,
+        keep_freed_memory,
+        matmul_precision,
+        state_dtype,
+    )
     from transformer_vq.errors import UserError
     from transformer_vq.generation.snapshot import Snapshots
     from transformer_vq.serve.contexts import ContextStore
@@ -141,6 +148,7 @@ def _service(name: str, options: ServeOptions, api_key: str | None) -> Service:
         options.slots,
         options.queue,
         lambda: matmul_precision(device, options.precision),
+        state_dtype(options.state_precision),
     )
     return Service(
         name=options.name or Path(name).resolve().name,

@@ -26,7 +26,7 @@ Positive = Annotated[float, Range(1e-30, 1e30)]
 NEUTRAL_FIELDS = frozenset(
     {
         *("data.path", "data.validation_path", "data.test_path", "data.cache"),
-        *("train.device", "train.compile"),
+        *("train.device", "train.compile", "train.peak_tflops"),
         *("train.reduction", "train.checkpoint_activations"),
         *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
         *("train.keep", "train.tensorboard", "train.wandb"),
@@ -124,14 +124,17 @@ class TrainConfig:
     """How cache statistics are reduced across blocks; results agree up to rounding."""
     checkpoint_activations: bool = False
     """Activation checkpointing: less memory, more time."""
-    compile: bool = False
-    """Use torch.compile: slow start, then faster steps."""
+    compile: bool | None = None
+    """Use torch.compile: slow start, then faster steps; by default on GPUs only."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto uses a GPU if available."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 0
     """Random seed for initial weights, data order and dropout."""
     init_from: str | None = None
     """Fine-tune: initialize weights and codebooks from this run, model file or exported folder."""
+    peak_tflops: Positive | None = None
+    """Peak TFLOP/s of one device, for model FLOP utilization (MFU); by default the vendor's figure,
+    if it is known."""
     log_every: Count = 1
     """Steps between two rows in metrics.jsonl."""
     eval_every: Count = 1000

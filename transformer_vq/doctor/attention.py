@@ -26,8 +26,7 @@ from transformer_vq.doctor.samples import (
     problems,
 )
 from transformer_vq.ops.blockwise import vq_attention
-from transformer_vq.ops.decode import Ring, attend_one_
-from transformer_vq.ops.inputs import AttentionInputs
+from transformer_vq.ops.decode import DecodeState, Step, Token, attend_one_
 
 TRITON = "triton"
 Path = Callable[[Problem, Tensors], Tensor]
@@ -168,15 +167,17 @@ def token_by_token(problem: Problem, x: Tensors) -> Tensor:
             first.by_distance,
             empty_state(problem, x),
         )
-        ring, outputs = Ring.of(state), [output]
+        decoding, outputs = DecodeState.of([state], [x.codebook]), [output]
         for t in range(cut, x.z.shape[-1]):
-            token = AttentionInputs(
-                x.q[..., t, :],
-                x.k_hat[..., t, :],
+            q = x.q[..., t, :]
+            token = Token(
+                q @ x.codebook.mT,
+                x.by_distance[..., t, :],
                 x.z[..., t],
                 x.v[..., t, :],
-                x.codebook,
-                x.by_distance[..., t, :],
+                q,
+                x.k_hat[..., t, :],
             )
-            outputs.append(attend_one_(token, ring).unsqueeze(-2))
+            output = attend_one_(token, decoding, 0, Step.start_(decoding))
+            outputs.append(output.unsqueeze(-2))
     return torch.cat(outputs, dim=-2)

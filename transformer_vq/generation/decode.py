@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from transformer_vq.device import compile_decoding
 from transformer_vq.errors import UserError
 from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.prefill import Context, prefill
@@ -37,47 +38,51 @@ def stream(
     stop_tokens: Sequence[int] = (),
     *,
     compiled: bool = False,
+    state_dtype: torch.dtype | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield the next token of every row; None for rows that have reached a stop token.
 
     The tokens of row i depend on the seed and on i, never on the other rows. compiled: use
-    torch.compile, which takes half a minute and then decodes faster. Raises NotFiniteError on a GPU
-    if the logits of the context are NaN.
+    torch.compile, which takes half a minute and then decodes faster. state_dtype: that of the
+    values in the state; torch.bfloat16 halves what a step reads of it. Raises NotFiniteError on a
+    GPU if the logits of the context are NaN.
     """
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens={max_new_tokens}: must not be negative")
     if compiled and model.config.attention == "full":
         raise UserError("compiled=True: the state of full attention grows; use attention='vq'")
-    sampling = sampling or Sampling()
-    return _stream(model, context, max_new_tokens, sampling, seed, set(stop_tokens), compiled)
+    if state_dtype is not None and model.config.attention == "full":
+        raise UserError("state_dtype: only the state of attention='vq' can be converted")
+    seed = secrets.randbits(63) if seed is None else seed
+    decoder = Decoder(model, context.state, max_new_tokens, state_dtype)
+    step: Callable[[Tensor], Tensor] = decoder.step
+    if compiled:
+        step = compile_decoding(step, context.logits.device, decoder.tensors())
+    uniform = _uniform_numbers(seed, context.logits, max_new_tokens)
+    choose = (sampling or Sampling()).choose
+    return _stream(step, context.logits, choose, uniform, max_new_tokens, set(stop_tokens))
 
 
 def _stream(
-    model: TransformerVQ,
-    context: Context,
+    step: Callable[[Tensor], Tensor],
+    logits: Tensor,
+    choose: Callable[[Tensor, Tensor], Tensor],
+    uniform: Iterator[Tensor],
     max_new_tokens: int,
-    sampling: Sampling,
-    seed: int | None,
     stop_tokens: set[int],
-    compiled: bool,
 ) -> Iterator[list[int | None]]:
     if max_new_tokens == 0:
         return
-    seed = secrets.randbits(63) if seed is None else seed
-    uniform = _uniform_numbers(seed, context.logits, max_new_tokens)
-    step = Decoder(model, context.state, room=max_new_tokens).step
-    if compiled:
-        step = torch.compile(step, fullgraph=True)
-    runs_ahead = _runs_ahead(context.logits)
-    tokens = sampling.choose(context.logits, next(uniform))
+    runs_ahead = _runs_ahead(logits)
+    tokens = choose(logits, next(uniform))
     # Marks rows without a result by -1. Once is enough, because NaN stays in the state.
-    shown = tokens.masked_fill(context.logits.isnan().any(-1), -1) if runs_ahead else tokens
+    shown = tokens.masked_fill(logits.isnan().any(-1), -1) if runs_ahead else tokens
     done = [False] * len(tokens)
     for number in range(max_new_tokens):
         fetched = HostCopy(tokens if number else shown)
         is_last = number + 1 == max_new_tokens
         if runs_ahead and not is_last:
-            tokens = sampling.choose(step(tokens), next(uniform))
+            tokens = choose(step(tokens), next(uniform))
         found = fetched.tolist()
         if -1 in found:
             raise NotFiniteError("the logits are NaN; the weights or the codebooks are not finite")
@@ -86,7 +91,7 @@ def _stream(
         if all(done) or is_last:
             return
         if not runs_ahead:
-            tokens = sampling.choose(step(tokens), next(uniform))
+            tokens = choose(step(tokens), next(uniform))
 
 
 def _runs_ahead(logits: Tensor) -> bool:

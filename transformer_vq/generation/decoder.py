@@ -8,6 +8,7 @@ grow, so every token costs the same; full attention preallocates memory for the 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
@@ -90,6 +91,14 @@ class Decoder:
         assert self._state is not None
         return self._state.read_bytes
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors that stay at their addresses: constants, and the state of VQ layers."""
+        yield self._position
+        for layer in self._vq_layers:
+            yield from layer.tensors()
+        if self._state is not None:
+            yield from self._state.tensors()
+
     def state(self) -> ModelState:
         """Return a copy of the state, for `forward` or another decoder."""
         if self._state is None:
@@ -142,6 +151,11 @@ class _VQLayer:
             k = k.unflatten(0, (a.n_kv_head, -1))
             weight = torch.cat([torch.cat([q, k], dim=1).flatten(0, 1), *others])
             self.weight = weight * a.config.d_model**0.5 if a.config.norm_input else weight
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the constants of the layer, except for parameters of the model."""
+        yield from (x for x in vars(self).values() if isinstance(x, Tensor))
+        yield from self.floors
 
     def step(self, x: Tensor, state: DecodeState, layer: int, shared: Step) -> Tensor:
         """Return x plus the residual branch. x: [b, d_model], same shape as the result."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from transformer_vq.data.sources.images import decode_image
 from transformer_vq.data.sources.pixels import N_TOKENS, SIDE, images_to_tokens, tokens_to_images
@@ -28,6 +29,7 @@ def sample_images(
     keep: float = 0.5,
     seed: int | None = None,
     compiled: bool = False,
+    state_dtype: torch.dtype | None = None,
 ) -> np.ndarray:
     """Return images, [n, 64, 64, 3]: new ones, or completions of the upper part of `images`."""
     prompts: list[list[int]] = [[bos]] * n
@@ -41,7 +43,10 @@ def sample_images(
     context = prefill(model, prompts)
     sampled = []
     with progress_bar("sampling", n_new, "tokens") as advance:
-        for tokens in stream(model, context, n_new, sampling, seed, compiled=compiled):
+        steps = stream(
+            model, context, n_new, sampling, seed, compiled=compiled, state_dtype=state_dtype
+        )
+        for tokens in steps:
             sampled.append(tokens)
             advance(1)
     finished = np.concatenate([np.array(prompts)[:, 1:], np.array(sampled).T], axis=1)

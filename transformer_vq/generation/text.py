@@ -6,6 +6,8 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
+
 from transformer_vq.data.tokenizers import Tokenizer
 from transformer_vq.generation.decode import stream
 from transformer_vq.generation.prefill import Context, prefill
@@ -89,6 +91,7 @@ def sample_text(
     stop: Sequence[str] = (),
     stop_at_end: bool = True,
     compiled: bool = False,
+    state_dtype: torch.dtype | None = None,
     write: Callable[[str], None] = lambda text: None,
 ) -> list[GeneratedText]:
     """Return one text per row of the context; `write` receives that of row 0 while decoding.
@@ -105,7 +108,16 @@ def sample_text(
         if row == 0 and text:
             write(text)
 
-    steps = stream(model, context, max_new_tokens, sampling, seed, stop_tokens, compiled=compiled)
+    steps = stream(
+        model,
+        context,
+        max_new_tokens,
+        sampling,
+        seed,
+        stop_tokens,
+        compiled=compiled,
+        state_dtype=state_dtype,
+    )
     for tokens in steps:
         for row, token in enumerate(tokens):
             if token in stop_tokens and not streams[row].stopped:

@@ -43,7 +43,7 @@ class TransformerVQAttention(_CheckpointedBranch, VQAttention):
 
     def _n_segments(self, x: Tensor) -> int:
         n_rows, seq_len = x.shape[:2]
-        return -(-seq_len // self.segment_len(n_rows, seq_len))
+        return -(-seq_len // self.segment_len(n_rows, seq_len, x.device))
 
 
 class TransformerVQFullAttention(_CheckpointedBranch, FullAttention):

@@ -22,16 +22,13 @@ from transformer_vq.nn.layers import draw_keep
 from transformer_vq.nn.projections import AttentionLayer, AttentionOutput, LayerInputs
 from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer, token_priority
 from transformer_vq.ops.blockwise import vq_attention
+from transformer_vq.ops.execution import Execution, execution_on
 from transformer_vq.ops.inputs import AttentionInputs, segment_lens
 from transformer_vq.ops.position import causal_bias
 from transformer_vq.ops.quadratic import quadratic_attention
 from transformer_vq.ops.ragged import Packing, newest, next_position, visible_keys
 from transformer_vq.ops.shapes import is_symbolic, symbolic_blocks
 from transformer_vq.ops.state import AttentionState
-
-AUTO_SCORES = 2**25
-"""With reduction="auto", a long input is processed in segments of about this many scores. Their
-activations then stay in caches and reused memory: time per token does not grow with the length."""
 
 
 class VQAttention(AttentionLayer):
@@ -42,8 +39,8 @@ class VQAttention(AttentionLayer):
     returned `code_usage` to `update_codebook`.
 
     options: fields of `AttentionConfig`, such as head_type, n_head, n_kv_head, d_k, d_v, n_code,
-    block_len and norm_input. reduction and checkpoint_activations select how the result is
-    computed; they do not change it.
+    block_len and norm_input. reduction, checkpoint_activations and execution select how the result
+    is computed; they do not change it. execution: None selects that of the input's device.
     """
 
     def __init__(
@@ -52,6 +49,7 @@ class VQAttention(AttentionLayer):
         *,
         reduction: Reduction = "auto",
         checkpoint_activations: bool = False,
+        execution: Execution | None = None,
         **options: Any,
     ) -> None:
         config = AttentionConfig(d_model, **options)
@@ -61,6 +59,7 @@ class VQAttention(AttentionLayer):
             raise UserError(f"reduction={reduction!r}: choose one of {get_args(Reduction)}")
         super().__init__(config, checkpoint_activations)
         self.reduction = reduction
+        self.execution = execution
         self.quantizer = VectorQuantizer(
             config.n_code,
             self.d_k,
@@ -92,8 +91,11 @@ class VQAttention(AttentionLayer):
     def symbolic_blocks(self, seq_len: int) -> int | None:
         return symbolic_blocks(seq_len, self.config.block_len)
 
-    def segment_len(self, batch_size: int, seq_len: int) -> int:
-        """Return the maximum number of tokens that the layer processes at a time."""
+    def segment_len(self, batch_size: int, seq_len: int, device: torch.device | None = None) -> int:
+        """Return the maximum number of tokens that the layer processes at a time.
+
+        device: of the input; by default that of the layer.
+        """
         if self._is_sharded() or self.reduction not in ("auto", "input_scan"):
             return seq_len
         block_len = self.config.block_len
@@ -102,7 +104,8 @@ class VQAttention(AttentionLayer):
         if is_symbolic(batch_size):
             return seq_len
         n_scores = batch_size * self.heads.n_head * (self.config.n_code + 2 * block_len)
-        return max(1, AUTO_SCORES // (n_scores * block_len)) * block_len
+        execution = self.execution or execution_on(self.u.device if device is None else device)
+        return max(1, execution.segment_scores // (n_scores * block_len)) * block_len
 
     def forward(
         self,
@@ -132,7 +135,8 @@ class VQAttention(AttentionLayer):
         attend = self._checkpointed(self._segment)
         outputs: list[AttentionOutput] = []
         n_rows, seq_len = x.shape[:2]
-        lens = segment_lens(seq_len, self.config.block_len, self.segment_len(n_rows, seq_len))
+        max_len = self.segment_len(n_rows, seq_len, x.device)
+        lens = segment_lens(seq_len, self.config.block_len, max_len)
         segments = inputs.split(lens)
         for segment in segments:
             outputs.append(attend(segment, state))
@@ -163,6 +167,7 @@ class VQAttention(AttentionLayer):
             reduction=self.reduction,
             grad_through_cache=self.config.grad_through_cache,
             n_blocks=inputs.n_blocks,
+            execution=self.execution,
         )
         y = self.residual(wv, x_tilde)
         return AttentionOutput(y, state, quantized.commit_loss, quantized.usage)

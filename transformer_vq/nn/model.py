@@ -19,6 +19,7 @@ from transformer_vq.nn.quantizer import CodeUsage
 from transformer_vq.nn.stack import Stack
 from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.cache import accumulation_dtype
+from transformer_vq.ops.execution import Execution
 from transformer_vq.ops.tree import tensor_tree
 
 
@@ -38,7 +39,8 @@ class ModelOutput:
 class TransformerVQ(Stack):
     """A decoder-only transformer with dense softmax attention in linear time.
 
-    reduction, checkpoint_activations: how the function is computed; they do not change it.
+    reduction, checkpoint_activations, execution: how the function is computed; they do not change
+    it. execution: sizes of segments and tiles; None selects those for the device of the input.
     """
 
     def __init__(
@@ -47,10 +49,11 @@ class TransformerVQ(Stack):
         *,
         reduction: Reduction = "auto",
         checkpoint_activations: bool = False,
+        execution: Execution | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        self.build(config, reduction, checkpoint_activations)
+        self.build(config, reduction, checkpoint_activations, execution=execution)
         if config.tie_embeddings:
             with torch.device("meta"):
                 self.head = Head(config.d_model, config.vocab_size, bias=False)

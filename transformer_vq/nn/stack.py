@@ -16,6 +16,7 @@ from transformer_vq.nn.layers import FeedForward, ScaledSinusoids, draw_keep, rm
 from transformer_vq.nn.quantizer import CodeUsage
 from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.checks import check_values
+from transformer_vq.ops.execution import Execution
 from transformer_vq.ops.ragged import read_packing
 from transformer_vq.ops.state import AttentionState
 
@@ -57,6 +58,7 @@ class Stack(nn.Module):
         reduction: Reduction = "auto",
         checkpoint_activations: bool = False,
         types: BranchTypes | None = None,
+        execution: Execution | None = None,
     ) -> None:
         """Create the modules; called by the constructors of subclasses."""
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
@@ -70,6 +72,7 @@ class Stack(nn.Module):
             for _ in range(config.n_layer)
             for branch in _layer(config, reduction, checkpoint_activations, types or BranchTypes())
         )
+        self.set_execution(execution=execution)
 
     def _attentions(self) -> list[VQAttention | FullAttention]:
         return [b for b in self.branches if isinstance(b, (VQAttention, FullAttention))]
@@ -81,7 +84,11 @@ class Stack(nn.Module):
         return any(layer.quantizer.uses_candidates for layer in layers)
 
     def set_execution(
-        self, *, reduction: Reduction | None = None, checkpoint_activations: bool | None = None
+        self,
+        *,
+        reduction: Reduction | None = None,
+        checkpoint_activations: bool | None = None,
+        execution: Execution | None = None,
     ) -> None:
         """Change how the function is computed; None keeps a setting."""
         for branch in self.branches:
@@ -89,6 +96,8 @@ class Stack(nn.Module):
                 branch.checkpoint_activations = checkpoint_activations  # type: ignore[assignment]
             if reduction is not None and isinstance(branch, VQAttention):
                 branch.reduction = reduction
+            if execution is not None and isinstance(branch, VQAttention):
+                branch.execution = execution
 
     def init_state(self, batch_size: int, device: torch.device | None = None) -> ModelState:
         """Return the state before the first token of `batch_size` sequences."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype, block_stats
+from transformer_vq.ops.execution import Execution, execution_on
 from transformer_vq.ops.fused import attend_blocks
 from transformer_vq.ops.inputs import AttentionInputs, segment_lens
 from transformer_vq.ops.position import local_bias
@@ -48,6 +49,7 @@ def vq_attention(
     phi: Phi | None = None,
     grad_through_cache: bool = True,
     n_blocks: int | None = None,
+    execution: Execution | None = None,
 ) -> tuple[Tensor, AttentionState]:
     """Return W V of Definition 3.1 for the next segment of a sequence, and the state after it.
 
@@ -64,6 +66,7 @@ def vq_attention(
     time, or "auto" for the fast implementation in `fused`. Results agree up to rounding.
     phi: element-wise nonlinearity instead of the softmax (Theorem 3.6).
     n_blocks: `symbolic_blocks` of the length, computed once for all layers of an exported model.
+    execution: tile sizes of the fast implementation; by default those for the device.
     """
     inputs = AttentionInputs(q, k_hat, z, v, codebook, by_distance, packing)
     if state is None:
@@ -89,7 +92,10 @@ def vq_attention(
         if whole.packing is not None:
             visible = visible_keys(whole.packing, window_len, r)
         if is_fused:
-            output, cache = attend_blocks(part, state, evicted, visible, grad_through_cache)
+            tile_queries = (execution or execution_on(q.device)).tile_queries
+            output, cache = attend_blocks(
+                part, state, evicted, visible, grad_through_cache, tile_queries
+            )
         else:
             output, cache = _plain_blocks(
                 whole, state, evicted, visible, grad_through_cache, reduction, phi

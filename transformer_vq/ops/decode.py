@@ -14,14 +14,15 @@ The result equals that of `vq_attention` on a segment of length one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype, merge
+from transformer_vq.ops.checks import is_readable
 from transformer_vq.ops.state import AttentionState
 
 
@@ -48,7 +49,7 @@ class DecodeState:
     mean: tuple[Tensor, ...] | None
     """Means in float32 or better, [r, S, v] per layer, if those in `values` have fewer bits."""
     k: tuple[Tensor, ...] | None
-    """Keys in the window, [r, L + 1, k] per layer; None if all of them are codewords."""
+    """Keys in the window, [r, L + 1, k] per layer; None if all are known to be codewords."""
 
     @classmethod
     def of(
@@ -93,6 +94,12 @@ class DecodeState:
     @property
     def n_slots(self) -> int:
         return self.z[0].shape[-1]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield all tensors; they stay at their addresses."""
+        for part in (getattr(self, f.name) for f in fields(self)):
+            if part is not None:
+                yield from (part,) if isinstance(part, Tensor) else part
 
     @property
     def read_bytes(self) -> int:
@@ -292,9 +299,12 @@ def _codes(state: AttentionState) -> Tensor:
 
 
 def _are_codewords(states: Sequence[AttentionState], codebooks: Sequence[Tensor]) -> bool:
-    """Return whether all keys in the windows are codewords: not if a codebook has changed since."""
-    if states[0].k.is_meta:
-        return True
+    """Return whether all keys in the windows are known to be codewords.
+
+    They are, unless a codebook has changed since.
+    """
+    if not is_readable(states[0].k):  # looking would stall a GPU
+        return False
     differ = [
         (state.k != lookup(codebook.to(state.k.dtype), _codes(state)))
         & state.window_valid[:, None, :, None]

@@ -1,7 +1,7 @@
 """Blockwise attention as one autograd function: the implementation behind `reduction="auto"`.
 
 The mathematics is that of `blockwise`, written for speed. Blocks are processed in order, a tile of
-queries at a time, so that scores stay in the CPU's caches. Products are written in place, the
+queries at a time, so that on CPUs scores stay in caches. Products are written in place, the
 causal half of a block is skipped, and evicted blocks are merged into running means per code. Only
 the weights are kept for the backward pass, and nothing else of their size.
 
@@ -33,6 +33,7 @@ def attend_blocks(
     evicted: Eviction,
     visible: Visibility | None,
     grad_through_cache: bool,
+    tile_queries: int | None = None,
 ) -> tuple[Tensor, CacheStats | None]:
     """Attend from whole blocks, or from one shorter block; also return the cache after them."""
     b, h, _, seq_len, _ = inputs.q.shape
@@ -56,6 +57,7 @@ def attend_blocks(
         n_empty=2 if _is_known_empty(state) else 0,
         grad_through_cache=grad_through_cache and mean is not None,
         keep=torch.is_grad_enabled(),
+        tile_queries=tile_queries,
         codebook=codebook,
         count=count,
         codes=codes.unflatten(-1, (n_blocks, -1)),
@@ -111,7 +113,7 @@ class _Attention(torch.autograd.Function):
                 n_code, first = blocks.n_code(n), blocks.first_key(n, k_window.shape[1])
                 if cache is not None and n_code > 0:
                     means.append(cache.mean.to(v.dtype))
-                for tile in tiles(q, k_window, n):
+                for tile in tiles(q, k_window, n, blocks.tile_queries):
                     scores = tile_scores(tile, q, k_local, by_distance, count, blocks)
                     w = scores.softmax(dim=-1).to(v.dtype)
                     o = out[:, :, tile.queries].flatten(
@@ -174,7 +176,7 @@ class _Attention(torch.autograd.Function):
                     if blocks.carry is not None:
                         u *= blocks.carry[:, n].view(-1, 1, 1)
                     d_cached = torch.zeros_like(u) if n_code > 0 else None
-                for tile in reversed(tiles(q, k_window, n)):
+                for tile in reversed(tiles(q, k_window, n, blocks.tile_queries)):
                     w = weights.pop()
                     d_o = d_out[:, :, tile.queries].flatten(1, 2)
                     q_tile = q[:, :, tile.queries].flatten(1, 2)

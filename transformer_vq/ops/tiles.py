@@ -9,8 +9,6 @@ from torch import Tensor
 
 from transformer_vq.ops.cache import accumulation_dtype
 
-ROWS = 256  # queries per tile on a CPU, so that their scores stay in its caches
-
 
 @dataclass(frozen=True)
 class Blocks:
@@ -27,6 +25,8 @@ class Blocks:
     """Number of first blocks with an empty cache; the first of them also has an empty window."""
     grad_through_cache: bool
     keep: bool
+    tile_queries: int | None
+    """Queries per tile; None for a whole block."""
     codebook: Tensor
     count: Tensor
     codes: Tensor
@@ -89,12 +89,12 @@ class Tile:
         )
 
 
-def tiles(q: Tensor, window: Tensor, block: int) -> list[Tile]:
-    """Return the tiles of a block."""
+def tiles(q: Tensor, window: Tensor, block: int, n_queries: int | None) -> list[Tile]:
+    """Return the tiles of a block, of n_queries each; None for a single tile."""
     _, n_group, seq_len, _ = q.shape
     window_len = window.shape[1]
     start, stop = block * window_len, min((block + 1) * window_len, seq_len)
-    rows = ROWS if q.device.type == "cpu" else window_len  # on GPUs fewer, larger products
+    rows = window_len if n_queries is None else n_queries
     return [
         Tile(block, i - start, slice(i, min(i + rows, stop)), n_group, window_len)
         for i in range(start, stop, rows)

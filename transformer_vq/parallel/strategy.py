@@ -20,6 +20,11 @@ from transformer_vq.errors import UserError
 from transformer_vq.nn.model import ModelOutput, TransformerVQ
 from transformer_vq.nn.quantizer import CodeUsage
 from transformer_vq.nn.state import ModelState
+from transformer_vq.parallel.compilation import (
+    can_compile,
+    compile_branches,
+    compiles,
+)
 from transformer_vq.parallel.context_parallel import (
     after_tokens,
     exchange_states,
@@ -67,8 +72,12 @@ def check_mesh(config: RunConfig, mesh: ParallelConfig) -> None:
             raise UserError(
                 "parallel.tp and parallel.fsdp cannot be combined; use parallel.tp with parallel.dp"
             )
-    if train.compile and mesh.n_processes > 1:
-        raise UserError("train.compile requires a single process; remove it to use torchrun")
+    if train.compile and not can_compile(config, mesh):
+        axis = "cp" if mesh.cp > 1 else "tp"
+        raise UserError(
+            "train.compile cannot be combined with train.checkpoint_activations and parallel."
+            f"{axis}={getattr(mesh, axis)}; remove one of them"
+        )
 
 
 @dataclass(frozen=True)
@@ -95,9 +104,11 @@ class ParallelStrategy:
         self.config = config
         self.world = world
         self._device = next(model.parameters()).device
-        self._tp_axes = shard_widths(model, world) if mesh.tp > 1 else {}
+        self.is_compiled = compiles(config, mesh, self._device)
+        """Whether training passes are compiled."""
+        self._tp_axes = shard_widths(model, world, self.is_compiled) if mesh.tp > 1 else {}
         if mesh.cp > 1:
-            exchange_states(model, world.group("cp"))
+            exchange_states(model, world.group("cp"), self.is_compiled)
         self._streams = (
             None if world.is_single_process else RNGStreams(model, world, config.train.seed)
         )
@@ -106,10 +117,9 @@ class ParallelStrategy:
             shard_parameters(model, config, world)
         elif world.size("data") > 1:
             self._ddp = replicate(model, world)
-        module: nn.Module = model if self._ddp is None else self._ddp
-        self._forward: Callable[..., ModelOutput] = (
-            torch.compile(module) if config.train.compile else module
-        )
+        self._forward: Callable[..., ModelOutput] = model if self._ddp is None else self._ddp
+        if self.is_compiled:
+            compile_branches(model, fullgraph=mesh.cp * mesh.tp == 1)
         self._is_sharded = mesh.fsdp * mesh.tp > 1
         self.parameters = self._parameters()
         """The parameters for the optimizer: DTensors if any of them is sharded."""

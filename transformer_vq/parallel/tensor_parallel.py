@@ -64,8 +64,11 @@ def sharded_axes(model: TransformerVQ) -> dict[str, int]:
     return found
 
 
-def shard_widths(model: TransformerVQ, world: World) -> dict[str, int]:
-    """Shard every branch in place; return the `sharded_axes`."""
+def shard_widths(model: TransformerVQ, world: World, compiled: bool = False) -> dict[str, int]:
+    """Shard every branch in place; return the `sharded_axes`.
+
+    compiled: whether branches are compiled; their all-reduces stay eager.
+    """
     heads = model.config.layer.heads
     axes = sharded_axes(model)
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -74,11 +77,11 @@ def shard_widths(model: TransformerVQ, world: World) -> dict[str, int]:
     for branch in model.branches:
         if isinstance(branch, AttentionLayer):
             branch.set_heads(heads.shard(world.size("tp")))
-        _add_hooks(branch, world, replicated_keys=heads.sharded != "heads")
+        _add_hooks(branch, world, heads.sharded != "heads", compiled)
     return axes
 
 
-def _add_hooks(branch: nn.Module, world: World, replicated_keys: bool) -> None:
+def _add_hooks(branch: nn.Module, world: World, replicated_keys: bool, compiled: bool) -> None:
     def sum_input_gradients(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x: Tensor = _SumGradients.apply(args[0], world)  # type: ignore[no-untyped-call]
         return (x, *args[1:])
@@ -93,7 +96,7 @@ def _add_hooks(branch: nn.Module, world: World, replicated_keys: bool) -> None:
     branch.register_forward_pre_hook(sum_input_gradients)
     last = branch.o_proj if isinstance(branch, AttentionLayer) else branch.out_proj
     assert isinstance(last, nn.Module)
-    last.register_forward_hook(sum_outputs)
+    last.register_forward_hook(torch.compiler.disable(sum_outputs) if compiled else sum_outputs)
     quantizer = getattr(branch, "quantizer", None)
     if quantizer is not None and replicated_keys:
         # All ranks have the same keys: each contributes an equal share of the commitment loss.

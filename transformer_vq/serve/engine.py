@@ -64,6 +64,7 @@ class Engine:
     """Generates texts for many requests at once; see `submit`.
 
     precision: returns a context for all computations, such as that of `matmul_precision`.
+    state_dtype: that of the values in the slots, as for `stream`.
     """
 
     def __init__(
@@ -74,13 +75,14 @@ class Engine:
         n_slots: int = 8,
         max_waiting: int = 64,
         precision: Callable[[], AbstractContextManager[object]] = nullcontext,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         check_servable(model)
         self.model, self.tokenizer, self.prefixes = model.eval(), tokenizer, prefixes
         self.max_waiting = max_waiting
         self.counters = Counters()
         self._precision = precision
-        self._decoder = Decoder(model, model.init_state(n_slots))
+        self._decoder = Decoder(model, model.init_state(n_slots), state_dtype=state_dtype)
         weight = next(model.parameters())
         self._logits = torch.zeros(
             n_slots,

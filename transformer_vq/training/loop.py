@@ -29,6 +29,7 @@ from transformer_vq.training.checkpoint import (
     save_checkpoint,
 )
 from transformer_vq.training.metrics import MetricsLog, metrics_log
+from transformer_vq.training.mfu import Utilization
 from transformer_vq.training.optim import decay_start
 from transformer_vq.training.signals import StopRequest
 from transformer_vq.training.step import StepResult, Trainer
@@ -107,6 +108,8 @@ class TrainingLoop:
         self.trainer = trainer
         self.pinned = decay_start(config) if config.optim.schedule == "wsd" else None
         """Step of the checkpoint from which the run can be extended."""
+        self.utilization = Utilization(config, trainer.world)
+        self._mfu_note = ""
         self.step = self.saved_at = progress.step
         self.validated_at = progress.validated_at
         self.best_loss = progress.best_loss
@@ -145,7 +148,7 @@ class TrainingLoop:
                     self._save(required=is_last)
                 if is_last:
                     break
-                advance(1, note=self._train_step(log))
+                advance(1, note=self._train_step(log) + self._mfu_note)
         finished = self.is_finished  # a signal in the last step skips or stops its validation
         # The same on all ranks: each must exit with the status of the signal.
         stopped_by = None if finished else world.largest(stop.signal or 0) or None
@@ -195,6 +198,7 @@ class TrainingLoop:
                 commit_loss=result.commit_loss,
                 grad_norm=result.grad_norm,
                 lr=result.lr,
+                **self._device_metrics(result.tokens / seconds),
                 tokens=result.tokens,
                 seconds=seconds,
                 tokens_per_second=result.tokens / seconds,
@@ -309,6 +313,13 @@ class TrainingLoop:
         """Return the factor from nats per token to bits per byte, averaged over a split."""
         size = self.corpus.sizes[split]
         return size.tokens / size.bytes / math.log(2)
+
+    def _device_metrics(self, tokens_per_second: float) -> dict[str, float | None]:
+        """Return peak memory and MFU for a row of metrics.jsonl; neither waits for the GPU."""
+        mfu = self.utilization.mfu(tokens_per_second)
+        if mfu is not None:
+            self._mfu_note = f", {mfu:.0%} MFU"
+        return {"peak_memory_bytes": peak_memory(self.trainer.world.device), "mfu": mfu}
 
 
 def peak_memory(device: torch.device) -> int:

@@ -122,10 +122,16 @@ def memory_hint(config: RunConfig) -> str:
 
 
 def _has_fast_bf16(device: str) -> bool:
+    found = _device(device)
+    return found is not None and has_fast_bf16(found)
+
+
+def _device(name: str) -> torch.device | None:
+    """Return the device of a run, or None if it does not exist."""
     try:
-        return has_fast_bf16(find_device(device))
+        return find_device(name)
     except UserError:  # reported when the run starts
-        return False
+        return None
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
@@ -238,7 +244,9 @@ def _n_segments(model: TransformerVQ, config: RunConfig) -> int:
     train, attention = config.train, model.branches[0]
     if not isinstance(attention, VQAttention) or config.parallel.cp > 1:
         return 1
-    segment_len = attention.segment_len(_micro_batch(config), train.backprop_len)
+    segment_len = attention.segment_len(
+        _micro_batch(config), train.backprop_len, _device(train.device)
+    )
     return -(-train.backprop_len // segment_len)
 
 

@@ -1,0 +1,75 @@
+"""How attention is executed changes neither results nor gradients."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import assert_close, tiny_config
+
+from transformer_vq import PRESETS, TransformerVQ, VQAttention
+from transformer_vq.ops.execution import EXECUTIONS, OTHER, Execution, execution_on
+
+# One, two and three blocks per segment at batch size 2, and tiles of several sizes.
+SCORES = 2 * 4 * (7 + 2 * 4)
+TABLE = [
+    *EXECUTIONS.values(),
+    OTHER,
+    Execution(1, 1, compile=False),
+    Execution(2 * SCORES, 3, compile=True),
+    Execution(3 * SCORES, None, compile=False),
+]
+
+
+def results(execution, **overrides):
+    """Return all outputs and gradients of two segments of documents, in float64."""
+    torch.manual_seed(0)
+    config = tiny_config(n_layer=1, p_dropsin=0.0, **overrides)
+    model = TransformerVQ(config, execution=execution).double()
+    tokens, ids = torch.randint(config.vocab_size, (2, 2, 23)), torch.zeros(2, 23).long()
+    ids[:, 9:] = 1
+    first = model(tokens[0], document_ids=ids)
+    second = model(tokens[1], first.state, document_ids=ids + 1)
+    loss = sum(x.logits.square().mean() + x.commit_loss for x in (first, second))
+    loss.backward()
+    found = {"logits": second.logits, "commit loss": second.commit_loss}
+    found |= {f"usage {i}": usage.sum for i, usage in enumerate(second.code_usage)}
+    found |= {name: p.grad for name, p in model.named_parameters()}
+    return found
+
+
+@pytest.mark.parametrize("head_type", ["shga", "mqa"])
+def test_every_execution_has_the_same_results_and_gradients(head_type):
+    want = results(None, head_type=head_type)
+    for execution in TABLE:
+        got = results(execution, head_type=head_type)
+        for name, x in want.items():
+            assert_close(f"{execution}: {name}", got[name], x)
+
+
+def test_execution_depends_on_the_device_of_the_input():
+    assert execution_on(torch.device("cpu")) == EXECUTIONS["cpu"]
+    assert execution_on(torch.device("cuda", 1)) == EXECUTIONS["cuda"]
+    assert execution_on(torch.device("meta")) == OTHER
+
+
+def test_gpus_process_the_windows_of_the_paper_in_one_segment():
+    for name, batch_size in {"enwik8-190m": 16, "imagenet64-190m": 8}.items():
+        config = PRESETS[name].model
+        layer = VQAttention(**vars(replace(config.layer, d_model=64)))
+        n_tokens = 8192
+        assert layer.segment_len(batch_size, n_tokens, torch.device("cuda")) >= n_tokens
+        assert layer.segment_len(batch_size, n_tokens) < n_tokens
+
+
+def test_set_execution_overrides_the_device():
+    model = TransformerVQ(tiny_config())
+    tiny = Execution(1, None, compile=False)
+    model.set_execution(execution=tiny)
+    assert {branch.execution for branch in model.branches} == {tiny}
+    assert model.branches[0].segment_len(2, 40, torch.device("cuda")) == model.config.block_len
+
+
+@pytest.mark.parametrize("sizes", [(0, None), (1, 0), (-1, 4)])
+def test_execution_rejects_sizes_below_one(sizes):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        Execution(*sizes, compile=False)

@@ -128,7 +128,9 @@ def test_cancelled_request_frees_its_slot(model, when):
 def test_request_that_takes_too_long_ends(model):
     engine = make_engine(model, n_slots=1)
     events = []
-    engine.submit(Request(a_prompt(5), 10**6, deadline=time.monotonic() + 0.2), events.append)
+    deadline = time.monotonic() + 0.2
+    request = Request(a_prompt(5), 10**6, deadline=deadline, stop_at_end=False)
+    engine.submit(request, events.append)
     while engine.run_once():
         pass
     assert events[-1].reason == "timeout"

@@ -38,8 +38,7 @@ from transformer_vq.bench.records import (
     decode_name,
 )
 from transformer_vq.config import AttentionType, ModelConfig, Precision
-from transformer_vq.device import evaluating
-from transformer_vq.device import compile_decoding
+from transformer_vq.device import compile_decoding, evaluating
 from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.prefill import Context, run_segments
 from transformer_vq.generation.snapshot import load_context, save_context

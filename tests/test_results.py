@@ -13,6 +13,7 @@ from transformer_vq.bench import (
     decode,
     demo,
     documents,
+    kernels,
     plots,
     profile,
     recall,
@@ -37,6 +38,7 @@ TABLES = {
     "small": compare.table,
     "tokenize": tokenize.table,
     "train": train.table,
+    "triton": kernels.table,
     "variants": variants.table,
 }
 RECORDS = sorted(path.stem for path in FOLDER.glob("*.json"))

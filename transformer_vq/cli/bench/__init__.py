@@ -12,6 +12,7 @@ from transformer_vq.cli.bench.context import Context
 from transformer_vq.cli.bench.decode import Decode
 from transformer_vq.cli.bench.demo import Demo
 from transformer_vq.cli.bench.documents import Documents
+from transformer_vq.cli.bench.kernels import Kernels
 from transformer_vq.cli.bench.profile import Profile
 from transformer_vq.cli.bench.recall import Recall
 from transformer_vq.cli.bench.scaling import Scaling
@@ -29,6 +30,7 @@ __all__ = [
     "Decode",
     "Demo",
     "Documents",
+    "Kernels",
     "Profile",
     "Recall",
     "Scaling",
@@ -51,6 +53,7 @@ BENCHES: dict[str, str] = {
     "decode": "speed, state size and memory of decoding by context length",
     "serve": "a server under load: errors, memory, tokens/s",
     "context": "context parallelism: bytes sent, and lengths that fit in memory",
+    "kernels": "registers, shared memory and spills of the Triton kernels",
     "tokenize": "throughput and memory of preparing text",
     "compare": "curves and test results of several runs in one record",
     "compress": "bits per byte of runs, n-grams and compressors on the same files",

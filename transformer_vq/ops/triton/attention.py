@@ -25,6 +25,7 @@ from transformer_vq.ops.state import AttentionState
 from transformer_vq.ops.triton.blocks import (
     Prefix,
     Segment,
+    block_lse,
     block_weights,
     flash_blocks,
     prefix,
@@ -112,7 +113,8 @@ class _Attention(torch.autograd.Function):
         if v.shape[-1] == q.shape[-1] <= MAX_FLASH:
             out, lse = flash_blocks(segment, q, k_prev, k, v_prev, v, by_distance, before)
         else:
-            w, lse = block_weights(segment, q, k_prev, k, by_distance, counts)
+            lse = block_lse(segment, q, k_prev, k, by_distance, counts)
+            w = block_weights(segment, q, k_prev, k, by_distance, counts, lse)
             out = _from_blocks(_weighted_values(w, segment, v_prev, v, before), segment)
         ctx.save_for_backward(q, k, v, by_distance, k_prev, v_prev, mean, lse)
         count = segment.count if before is None else before.counts[:, -1].contiguous()
@@ -128,7 +130,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, by_distance, k_prev, v_prev, mean, lse = ctx.saved_tensors
         before = None if mean is None else prefix(segment, v_prev, mean)
         counts = segment.count if before is None else before.counts
-        w, _ = block_weights(segment, q, k_prev, k, by_distance, counts, lse)
+        w = block_weights(segment, q, k_prev, k, by_distance, counts, lse)
         d_o, q_rows = _to_blocks(d_out, segment), _to_blocks(q, segment)
         keys = (_flat(k_prev, segment), _flat(k, segment))
         values = (_flat(v_prev, segment), _flat(v, segment))

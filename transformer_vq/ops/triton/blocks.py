@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from transformer_vq.ops.triton.kernels import cache, flash, weights
-from transformer_vq.ops.triton.launch import dot_constants, fit, launch, n_tiles, tiles_of
+from transformer_vq.ops.triton.launch import Tiles, dot_constants, fit, launch, n_tiles, tiles_of
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,48 @@ def _attention_arguments(
     }
 
 
+def _attention_constants(
+    segment: Segment, q: Tensor, by_distance: Tensor | None, tiles: Tiles
+) -> dict[str, Any]:
+    d_k, n_code, window_len = q.shape[-1], segment.n_code, segment.window_len
+    return {
+        "L": window_len,
+        "S": n_code,
+        "DK": d_k,
+        "D": fit(d_k, 2**16),
+        "ROWS": fit(segment.n_query, tiles.rows),
+        "COLUMNS": fit(max(n_code, window_len), tiles.columns),
+        "HAS_BIAS": by_distance is not None,
+        "HAS_DOCUMENTS": segment.has_documents,
+        **dot_constants(q.dtype),
+    }
+
+
+def block_lse(
+    segment: Segment,
+    q: Tensor,
+    k_prev: Tensor,
+    k: Tensor,
+    by_distance: Tensor | None,
+    counts: Tensor,
+) -> Tensor:
+    """Return the log of the softmax's sum, [B, g, t] in float32.
+
+    q: [B, g, t, k], k_prev: [B, r, L, k], k: [B, r, i, k], by_distance: [B, g, t, L + 1].
+    """
+    lse = q.new_empty(*q.shape[:3], dtype=torch.float32)
+    tiles = tiles_of("block_lse", q.dtype)
+    rows = fit(segment.n_query, tiles.rows)
+    launch(
+        weights.block_lse,
+        (n_tiles(segment.n_query, rows), segment.n_blocks, q.shape[0] * q.shape[1]),
+        {**_attention_arguments(segment, q, k_prev, k, by_distance, counts), "lse": lse},
+        _attention_constants(segment, q, by_distance, tiles),
+        tiles,
+    )
+    return lse
+
+
 def block_weights(
     segment: Segment,
     q: Tensor,
@@ -183,19 +226,12 @@ def block_weights(
     k: Tensor,
     by_distance: Tensor | None,
     counts: Tensor,
-    lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the weights, [B * r, g * i, s + L + i], and the log of the softmax's sum, [B, g, t].
-
-    q: [B, g, t, k], k_prev: [B, r, L, k], k: [B, r, i, k], by_distance: [B, g, t, L + 1]. With the
-    lse of an earlier call, one pass over the columns suffices.
-    """
-    n_rows, n_group, seq_len, d_k = q.shape
-    n_code, window_len = segment.n_code, segment.window_len
+    lse: Tensor,
+) -> Tensor:
+    """Return the weights, [B * r, g * i, s + L + i]; arguments as for `block_lse`."""
+    n_rows, n_group = q.shape[:2]
     shape = (n_rows * segment.n_blocks, n_group * segment.n_query)
-    w = q.new_empty(*shape, n_code + window_len + segment.n_query)
-    is_known = lse is not None
-    lse = q.new_empty(n_rows, n_group, seq_len, dtype=torch.float32) if lse is None else lse
+    w = q.new_empty(*shape, segment.n_code + segment.window_len + segment.n_query)
     tiles = tiles_of("block_weights", q.dtype)
     rows = fit(segment.n_query, tiles.rows)
     launch(
@@ -206,21 +242,10 @@ def block_weights(
             "weights": w,
             "lse": lse,
         },
-        {
-            "L": window_len,
-            "S": n_code,
-            "DK": d_k,
-            "D": fit(d_k, 2**16),
-            "ROWS": rows,
-            "COLUMNS": fit(max(n_code, window_len), tiles.columns),
-            "HAS_BIAS": by_distance is not None,
-            "HAS_DOCUMENTS": segment.has_documents,
-            "KNOWN_LSE": is_known,
-            **dot_constants(q.dtype),
-        },
+        _attention_constants(segment, q, by_distance, tiles),
         tiles,
     )
-    return w, lse
+    return w
 
 
 def softmax_backward_(
@@ -268,8 +293,8 @@ def flash_blocks(
     before: Prefix | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, [B, g, t, v], and the log of the softmax's sum, in one kernel."""
-    n_rows, n_group, seq_len, d_k = q.shape
-    d_v, n_code, window_len = v.shape[-1], segment.n_code, segment.window_len
+    n_rows, n_group, seq_len, _ = q.shape
+    d_v = v.shape[-1]
     out = v.new_empty(n_rows, n_group, seq_len, d_v)
     lse = q.new_empty(n_rows, n_group, seq_len, dtype=torch.float32)
     tiles = tiles_of("flash_blocks", q.dtype)
@@ -287,17 +312,9 @@ def flash_blocks(
             "lse": lse,
         },
         {
-            "L": window_len,
-            "S": n_code,
-            "DK": d_k,
-            "D": fit(d_k, 2**16),
+            **_attention_constants(segment, q, by_distance, tiles),
             "DV": d_v,
             "V": fit(d_v, 2**16),
-            "ROWS": rows,
-            "COLUMNS": fit(max(n_code, window_len), tiles.columns),
-            "HAS_BIAS": by_distance is not None,
-            "HAS_DOCUMENTS": segment.has_documents,
-            **dot_constants(q.dtype),
         },
         tiles,
     )

@@ -92,11 +92,11 @@ def decode_token(
         for r0 in range(0, n_rows, COLUMNS):
             r = (r0 + tl.arange(0, COLUMNS)).to(tl.int64)
             if S > 0:
-                z_old = tl.load(ring_z + r * n_slots + oldest, mask=r < n_rows, other=0)
+                codes = tl.load(ring_z + r * n_slots + oldest, mask=r < n_rows, other=0)
                 past = tl.load(position + r // n_head, mask=r < n_rows, other=0)
-                cell = count + r * S + z_old
-                n_old = tl.load(cell, mask=r < n_rows, other=0)
-                tl.store(cell, n_old + 1, mask=(r < n_rows) & (past >= L))
+                cells = count + r * S + codes
+                counts = tl.load(cells, mask=r < n_rows, other=0)
+                tl.store(cells, counts + 1, mask=(r < n_rows) & (past >= L))
         tl.debug_barrier()  # positions are read above
         for r0 in range(0, n_rows // n_head, COLUMNS):
             r = (r0 + tl.arange(0, COLUMNS)).to(tl.int64)

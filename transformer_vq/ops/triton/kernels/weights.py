@@ -12,18 +12,17 @@ from transformer_vq.ops.triton.kernels.scores import (
 
 
 @triton.jit
-def block_weights(
-    q, k_prev, k, by_distance, code, count, start, weights, lse,
+def block_lse(
+    q, k_prev, k, by_distance, code, count, start, lse,
     n_blocks, n_query, n_group, n_head, start_row, start_step,
     L: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
-    KNOWN_LSE: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over cache, previous block and own block: `tiles.tile_scores(...).softmax(-1)`.
+    """Log of the softmax's sum over cache, previous block and own block: [B, G, T].
 
-    One program per tile of queries. Two passes over the columns: the first finds the maximum and
-    the sum, the second writes. weights: [B, n_blocks, G, n_query, S + L + n_query], zero where
-    masked. lse: [B, G, T], the log of the sum. With KNOWN_LSE it is read, and there is one pass.
+    `tiles.tile_scores(...).logsumexp(-1)`, with one maximum over all columns. One program per tile
+    of queries.
     """
     tile, n, bg = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     bh = bg // n_group
@@ -45,31 +44,61 @@ def block_weights(
     sees_cache = (first < 0) | (not HAS_DOCUMENTS)
     end = tl.minimum(tile * ROWS + ROWS, n_query)  # later keys are in the future
 
-    if KNOWN_LSE:
-        norm = tl.load(lse + row, mask=inside, other=0.0)
-    else:
-        highest = tl.full((ROWS,), -1e30, tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        for j0 in range(0, S, COLUMNS):
-            s = j0 + tl.arange(0, COLUMNS)
-            scores = cache_scores(q_tile, code, count, s, d, sees_cache, S, DK, PRECISION, WIDEN)
-            highest, total = online_sum(scores, highest, total)
-        for j0 in range(0, L, COLUMNS):
-            j = j0 + tl.arange(0, COLUMNS)
-            scores = local_scores(
-                q_tile, k_prev, j, L, j, i, n_query, first, bias, d,
-                L, DK, S > 0, HAS_BIAS, PRECISION, WIDEN,
-            )  # fmt: skip
-            highest, total = online_sum(scores, highest, total)
-        for j0 in range(0, end, COLUMNS):
-            j = j0 + tl.arange(0, COLUMNS)
-            scores = local_scores(
-                q_tile, k, j, n_query, L + j, i, n_query, first, bias, d,
-                L, DK, S > 0, HAS_BIAS, PRECISION, WIDEN,
-            )  # fmt: skip
-            highest, total = online_sum(scores, highest, total)
-        norm = highest + tl.log(total)
-        tl.store(lse + row, norm, mask=inside)
+    highest = tl.full((ROWS,), -1e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for j0 in range(0, S, COLUMNS):
+        s = j0 + tl.arange(0, COLUMNS)
+        scores = cache_scores(q_tile, code, count, s, d, sees_cache, S, DK, PRECISION, WIDEN)
+        highest, total = online_sum(scores, highest, total)
+    for j0 in range(0, L, COLUMNS):
+        j = j0 + tl.arange(0, COLUMNS)
+        scores = local_scores(
+            q_tile, k_prev, j, L, j, i, n_query, first, bias, d,
+            L, DK, S > 0, HAS_BIAS, PRECISION, WIDEN,
+        )  # fmt: skip
+        highest, total = online_sum(scores, highest, total)
+    for j0 in range(0, end, COLUMNS):
+        j = j0 + tl.arange(0, COLUMNS)
+        scores = local_scores(
+            q_tile, k, j, n_query, L + j, i, n_query, first, bias, d,
+            L, DK, S > 0, HAS_BIAS, PRECISION, WIDEN,
+        )  # fmt: skip
+        highest, total = online_sum(scores, highest, total)
+    tl.store(lse + row, highest + tl.log(total), mask=inside)
+
+
+@triton.jit
+def block_weights(
+    q, k_prev, k, by_distance, code, count, start, weights, lse,
+    n_blocks, n_query, n_group, n_head, start_row, start_step,
+    L: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Softmax over cache, previous block and own block: `tiles.tile_scores(...).softmax(-1)`.
+
+    Normalized by `block_lse`; a kernel that computes both spills registers. One program per tile of
+    queries. weights: [B, n_blocks, G, n_query, S + L + n_query], zero where masked.
+    """
+    tile, n, bg = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    bh = bg // n_group
+    i = tile * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    inside = i < n_query
+    t = n * n_query + i
+    row = bg * n_blocks * n_query + t
+    q_tile = load_rows(q, row, inside, d, DK)
+    bias = by_distance + row * (L + 1)
+    block = bh * n_blocks + n
+    code += (bh % n_head) * S * DK
+    count += (bh * (n_blocks + 1) + n) * S
+    k_prev += block * L * DK
+    k += block * n_query * DK
+    # A query attends to nothing before `start`, relative to the first token of the segment.
+    first = tl.load(start + (bh // n_head) * start_row + t * start_step, mask=inside, other=0)
+    first = first - (n * n_query - L)
+    sees_cache = (first < 0) | (not HAS_DOCUMENTS)
+    norm = tl.load(lse + row, mask=inside, other=0.0)
 
     group = bg % n_group
     weights += (((block * n_group + group) * n_query + i) * (S + L + n_query))[:, None]

@@ -23,6 +23,9 @@ class KernelRow(TypedDict):
     registers: int
     shared_bytes: int
     spilled_bytes: int
+    """Bytes per thread that the compiler moves to memory."""
+    spilled_scalars: int
+    """Scalar registers that move to vector registers, on AMD only."""
 
 
 class KernelRecord(TypedDict):

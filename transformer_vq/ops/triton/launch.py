@@ -37,11 +37,11 @@ TILES: dict[str, tuple[Tiles, Tiles]] = {
     "cache_prefix": (Tiles(64, 64, warps=8), Tiles(32, 32)),
     "cache_suffix": (Tiles(32, 0), Tiles(32, 0)),
     "evicted_gradient": (Tiles(32, 0), Tiles(32, 0)),
-    "block_lse": (Tiles(64, 64), Tiles(16, 16)),
+    "block_lse": (Tiles(64, 32), Tiles(16, 16)),
     "block_weights": (Tiles(64, 64), Tiles(32, 32)),
     "softmax_backward": (Tiles(16, 256), Tiles(16, 128)),
     "flash_blocks": (Tiles(64, 32, warps=8), Tiles(16, 16)),
-    "decode_token": (Tiles(16, 32, 128), Tiles(16, 16, 64)),
+    "decode_token": (Tiles(16, 32, 128), Tiles(16, 16, 64, warps=8)),
 }
 
 

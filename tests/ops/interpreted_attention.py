@@ -97,8 +97,9 @@ def test_a_carried_state_keeps_results_and_gradients(options, d_v):
     assert_equal_forms(inputs_of(3 * L + 3, d_v=d_v), (L + 1,), **options)
 
 
-@pytest.mark.parametrize("d_v", [5, 6])
-@pytest.mark.parametrize("ragged", ["documents", "padding", "both"])
+@pytest.mark.parametrize(
+    ("ragged", "d_v"), [("documents", 5), ("documents", 6), ("padding", 6), ("both", 5)]
+)
 def test_documents_and_padding(ragged, d_v):
     seq_len = 3 * L + 2
     inputs = inputs_of(seq_len, b=2, d_v=d_v, seed=3)

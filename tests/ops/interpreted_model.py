@@ -32,7 +32,7 @@ def test_the_first_of_equal_codes_wins():
     assert nearest_code_kernel(k, codebook).flatten().tolist() == [0, 1, 1]
 
 
-@pytest.mark.parametrize("head_type", ["shga", "mha", "mqa", "gqa"])
+@pytest.mark.parametrize("head_type", ["shga", "gqa"])  # wide values, and the single kernel
 def test_a_model_equals_the_plain_one(head_type):
     """Two segments, with padding and documents; logits, gradients, state and code usage."""
     results = []

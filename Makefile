@@ -19,7 +19,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,data,config,image,log,compress,hf,serve]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,data,config,image,log,compress,hf,serve,triton]'
 	@touch $@
 
 $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python

@@ -132,6 +132,7 @@ BASES: dict[str, tuple[str, ...]] = {
     ),
     "bench tokenize": ("--path texts --vocab-size 300 --megabytes 1 --json",),
     "bench context": ("--out new.json",),
+    "bench kernels": ("--targets sm_80 --dtypes bf16 --json", "--out new.json"),
     "bench compare": ("text-run full-run --json", "text-run --out new.json", "corrupt-run"),
     "bench demo": ("--steps 1 --out new-run", "--out new-run"),
 }

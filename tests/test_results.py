@@ -14,6 +14,7 @@ from transformer_vq.bench import (
     demo,
     documents,
     first_token,
+    kernels,
     plots,
     profile,
     recall,
@@ -39,6 +40,7 @@ TABLES = {
     "small": compare.table,
     "tokenize": tokenize.table,
     "train": train.table,
+    "triton": kernels.table,
     "variants": variants.table,
 }
 RECORDS = sorted(path.stem for path in FOLDER.glob("*.json"))

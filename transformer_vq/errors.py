@@ -22,6 +22,7 @@ EXTRAS = {
     "tensorboard": "log",
     "tokenizers": "text",
     "transformers": "hf",
+    "triton": "triton",
     "uvicorn": "serve",
     "zstandard": "data",
 }

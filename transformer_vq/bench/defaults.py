@@ -11,7 +11,7 @@ from transformer_vq.presets import PRESETS
 
 # tvq bench train
 Checkpointing = Literal["auto", "on", "off"]
-KINDS: tuple[StepKind, ...] = get_args(StepKind)
+KINDS: tuple[StepKind, ...] = tuple(x for x in get_args(StepKind) if x != "triton")
 HEAD_TYPES: tuple[HeadType, ...] = ("shga", "mqa", "mha")  # the head types of the paper
 LENGTHS: tuple[int, ...] = (2048, 8192, 32_768, 131_072)
 REPEATS = 3

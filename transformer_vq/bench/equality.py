@@ -32,7 +32,8 @@ def differences(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    reductions: tuple[Reduction, ...] = get_args(Reduction)
+    # The kernels need a GPU and have no float64.
+    reductions = [x for x in get_args(Reduction) if x != "triton"]
     b, n_code = 2, 48
     for head_type in HEAD_TYPES:
         heads = AttentionConfig(d_model=64, d_k=16, d_v=24, head_type=head_type).heads

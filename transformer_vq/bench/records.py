@@ -11,7 +11,9 @@ from typing import Any, Literal, NotRequired, TypedDict, final
 from transformer_vq.config import HeadType, Precision, Reduction, RunConfig
 
 StepAttention = Literal["vq", "full", "sdpa"]
-StepKind = Literal["full", "sdpa", "serial", "matmul", "associative", "input_scan", "auto"]
+StepKind = Literal[
+    "full", "sdpa", "serial", "matmul", "associative", "input_scan", "auto", "triton"
+]
 """Full attention, the SDPA baseline, or the reduction of VQ attention."""
 DecodeKind = Literal["vq", "full", "gpt2"]
 

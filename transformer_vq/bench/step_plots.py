@@ -29,6 +29,7 @@ KINDS: dict[StepKind, tuple[str, str]] = {
     "matmul": ("Transformer-VQ, matmul", PURPLE),
     "associative": ("Transformer-VQ, associative", ORANGE),
     "input_scan": ("Transformer-VQ, input scan", MUTED),
+    "triton": ("Transformer-VQ, Triton kernels", MUTED),
     "sdpa": ("PyTorch SDPA", GREEN),
 }
 """Name and colour by kind of attention, in the order of the legend."""

@@ -10,7 +10,7 @@ from transformer_vq.errors import UserError
 
 HeadType = Literal["shga", "mqa", "mha", "gqa"]
 AttentionType = Literal["vq", "full"]
-Reduction = Literal["auto", "serial", "matmul", "associative", "input_scan"]
+Reduction = Literal["auto", "serial", "matmul", "associative", "input_scan", "triton"]
 CodebookInit = Literal["random", "keys"]
 
 # High limits make absurd values fail at once; all positive floats are normal numbers in float32.

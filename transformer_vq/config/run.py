@@ -121,7 +121,8 @@ class TrainConfig:
     precision: Precision = "fp32"
     """fp32, or bf16 for matrix products; weights, codebooks, softmax and loss stay fp32."""
     reduction: Reduction = "auto"
-    """How cache statistics are reduced across blocks; results agree up to rounding."""
+    """How cache statistics are reduced across blocks; results agree up to rounding. triton: GPU
+    kernels, which need the extra `triton`."""
     checkpoint_activations: bool = False
     """Activation checkpointing: less memory, more time."""
     compile: bool | None = None

@@ -20,7 +20,8 @@ from transformer_vq.config import AttentionConfig, Reduction
 from transformer_vq.errors import UserError
 from transformer_vq.nn.layers import draw_keep
 from transformer_vq.nn.projections import AttentionLayer, AttentionOutput, LayerInputs
-from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer, token_priority
+from transformer_vq.nn.quantizer import CodeUsage, FindCode, VectorQuantizer, token_priority
+from transformer_vq.ops import triton
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.execution import Execution, execution_on
 from transformer_vq.ops.inputs import AttentionInputs, segment_lens
@@ -40,7 +41,8 @@ class VQAttention(AttentionLayer):
 
     options: fields of `AttentionConfig`, such as head_type, n_head, n_kv_head, d_k, d_v, n_code,
     block_len and norm_input. reduction, checkpoint_activations and execution select how the result
-    is computed; they do not change it. execution: None selects that of the input's device.
+    is computed; they do not change it. reduction="triton" needs the extra `triton` and a GPU.
+    execution: None selects that of the input's device.
     """
 
     def __init__(
@@ -57,6 +59,8 @@ class VQAttention(AttentionLayer):
             raise UserError("VQAttention needs attention='vq'; use FullAttention instead")
         if reduction not in get_args(Reduction):
             raise UserError(f"reduction={reduction!r}: choose one of {get_args(Reduction)}")
+        if reduction == "triton":
+            triton.check_package()
         super().__init__(config, checkpoint_activations)
         self.reduction = reduction
         self.execution = execution
@@ -149,7 +153,7 @@ class VQAttention(AttentionLayer):
         q_content, q_position = self.queries(x_tilde)
         k, v = self.keys_and_values(x_tilde)
         valid = None if packing is None else packing.valid
-        quantized = self.quantizer(k, valid, inputs.key_priority)
+        quantized = self.quantizer(k, valid, inputs.key_priority, self._find_code(k.device))
         k_hat, z, codebook = quantized.k_hat, quantized.z, quantized.codebook
         by_distance = self.by_distance(q_position, inputs.sinusoids, state.sinusoid_mask)
         if self.exchange is not None and self._is_sharded():
@@ -171,6 +175,16 @@ class VQAttention(AttentionLayer):
         )
         y = self.residual(wv, x_tilde)
         return AttentionOutput(y, state, quantized.commit_loss, quantized.usage)
+
+    def _find_code(self, device: torch.device) -> FindCode | None:
+        """Return the kernel that finds codes, for reduction="triton" only."""
+        if self.reduction != "triton":
+            return None
+        triton.check_device(device)
+
+        from transformer_vq.ops.triton.nearest import nearest_code
+
+        return nearest_code
 
     def _is_sharded(self) -> bool:
         """Return whether this rank has a shard of each sequence (context parallelism)."""

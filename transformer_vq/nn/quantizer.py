@@ -25,6 +25,10 @@ NO_CANDIDATE = 2**62  # priority of an empty slot, above all others
 MAX_UNUSED = 1024  # training passes without an update of the codebook before a warning
 
 
+FindCode = Callable[[Tensor, Tensor], Tensor]
+"""Codes of keys from a codebook; see `nearest_code`."""
+
+
 class NotFiniteError(UserError):
     """NaN or inf where a number is needed."""
 
@@ -160,13 +164,18 @@ class VectorQuantizer(nn.Module):
         return self.codebook_init == "keys" or self.revive_below > 0
 
     def forward(
-        self, k: Tensor, valid: Tensor | None = None, priority: Tensor | None = None
+        self,
+        k: Tensor,
+        valid: Tensor | None = None,
+        priority: Tensor | None = None,
+        find_code: FindCode | None = None,
     ) -> Quantized:
         """Quantize keys. k: [b, h, t, k], valid: [b, t], False for padding, which is ignored.
 
         priority: [b, t] from 0 to 2^62 - 1, for training: the keys with the lowest numbers may
-        become codes; `token_priority` by default. Raise NotFiniteError for NaN or inf on a CPU;
-        on other devices and in compiled graphs they propagate to k_hat and the commitment loss.
+        become codes; `token_priority` by default. find_code: `nearest_code` by default, or a
+        kernel that equals it. Raise NotFiniteError for NaN or inf on a CPU; on other devices and in
+        compiled graphs they propagate to k_hat and the commitment loss.
         """
         if k.ndim != 4 or (k.shape[1], k.shape[3]) != (self.c_sum.shape[0], self.c_sum.shape[2]):
             n_head, _, d_k = self.c_sum.shape
@@ -180,7 +189,7 @@ class VectorQuantizer(nn.Module):
         with full_precision(k.device):
             exact = k.to(accumulation_dtype(k.dtype))
             codebook = self.codebook.to(exact.dtype)
-            z = nearest_code(exact.detach(), codebook)
+            z = (find_code or nearest_code)(exact.detach(), codebook)
             codeword = _lookup(codebook, z)
             error = (exact - codeword).square().sum(-1)  # [b, h, t]
             if valid is not None:

@@ -14,10 +14,11 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from transformer_vq.errors import UserError
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype, block_stats
 from transformer_vq.ops.execution import Execution, execution_on
 from transformer_vq.ops.fused import attend_blocks
-from transformer_vq.ops.inputs import AttentionInputs, segment_lens
+from transformer_vq.ops.inputs import AttentionInputs, segment_lens, shift_in
 from transformer_vq.ops.position import local_bias
 from transformer_vq.ops.quadratic import Phi, attention_weights
 from transformer_vq.ops.ragged import (
@@ -63,7 +64,8 @@ def vq_attention(
     attention to the last L tokens.
     packing: padding and documents, in the order of `Packing.gather`.
     reduction: "serial", "matmul" or "associative" across blocks, "input_scan" for one block at a
-    time, or "auto" for the fast implementation in `fused`. Results agree up to rounding.
+    time, "auto" for the fast implementation in `fused`, or "triton" for the GPU kernels in
+    `ops/triton` (extra `triton`), which nothing else selects. Results agree up to rounding.
     phi: element-wise nonlinearity instead of the softmax (Theorem 3.6).
     n_blocks: `symbolic_blocks` of the length, computed once for all layers of an exported model.
     execution: tile sizes of the fast implementation; by default those for the device.
@@ -74,6 +76,8 @@ def vq_attention(
         sizes = (*z.shape[:2], window_len, q.shape[-1], v.shape[-1], codebook.shape[-2])
         state = AttentionState.empty(*sizes, dtype=v.dtype, device=v.device)
     inputs.check(state)
+    if reduction == "triton":
+        _check_triton(q.device, phi)
     window_len = state.k.shape[-2]
     is_fused = reduction == "auto" and phi is None and not torch.compiler.is_compiling()
     outputs: list[Tensor] = []
@@ -89,9 +93,13 @@ def vq_attention(
             r = max(1, n_tokens // window_len)
             evicted = find_evictions(state, part.packing, n_tokens, r)
         visible = None
-        if whole.packing is not None:
+        if whole.packing is not None and reduction != "triton":
             visible = visible_keys(whole.packing, window_len, r)
-        if is_fused:
+        if reduction == "triton":
+            from transformer_vq.ops.triton.attention import attend_blocks as attend_triton
+
+            output, cache = attend_triton(part, state, evicted, grad_through_cache)
+        elif is_fused:
             tile_queries = (execution or execution_on(q.device)).tile_queries
             output, cache = attend_blocks(
                 part, state, evicted, visible, grad_through_cache, tile_queries
@@ -105,6 +113,17 @@ def vq_attention(
         state = _advance(state, part, cache)
         outputs.append(output if whole is part else output.narrow(-2, 0, n_tokens))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2), state
+
+
+def _check_triton(device: torch.device, phi: Phi | None) -> None:
+    """Raise UserError if the kernels cannot compute this call."""
+    from transformer_vq.ops.triton import check_device
+
+    check_device(device)
+    if phi is not None:
+        raise UserError("reduction='triton' computes a softmax only; use another one with phi")
+    if torch.compiler.is_exporting():
+        raise UserError("reduction='triton' cannot be exported; use reduction='auto'")
 
 
 def _advance(
@@ -139,9 +158,9 @@ def _plain_blocks(
     _, n_blocks, n_query = evicted.counted.shape
 
     # The block before block r is block r - 1; the one before the first block is the window.
-    k_prev = _shift_in(state.k, inputs.k_hat, n_blocks, dim=-2)
-    v_prev = _shift_in(state.v, inputs.v, n_blocks, dim=-2)
-    z_prev = _shift_in(state.z, inputs.z, n_blocks, dim=-1)
+    k_prev = shift_in(state.k, inputs.k_hat, n_blocks, dim=-2)
+    v_prev = shift_in(state.v, inputs.v, n_blocks, dim=-2)
+    z_prev = shift_in(state.z, inputs.z, n_blocks, dim=-1)
     later = state.window_valid.new_ones(inputs.q.shape[0], (n_blocks - 1) * window_len)
     valid_prev = torch.cat([state.window_valid, later], dim=-1)  # [b, r * j]
 
@@ -223,12 +242,3 @@ def _attend_plain(
         for part, (_, _, value) in zip(parts, columns, strict=True)
     ]
     return reduce(torch.add, outputs)
-
-
-def _shift_in(window: Tensor, segment: Tensor, n_blocks: int, dim: int) -> Tensor:
-    """Return the window, then all blocks of the segment but the last."""
-    window = window.to(segment.dtype)
-    if not is_symbolic(n_blocks) and n_blocks == 1:
-        return window
-    kept = segment.narrow(dim, 0, segment.shape[dim] - window.shape[dim])
-    return torch.cat([window, kept], dim=dim)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -30,6 +31,15 @@ def segment_lens(seq_len: int, block_len: int, max_len: int) -> list[int]:
 def split(x: Tensor, lens: Sequence[int], dim: int) -> tuple[Tensor, ...]:
     """Split a tensor; unlike that of slices, the gradient is put together only once."""
     return (x,) if len(lens) == 1 else x.split(list(lens), dim)
+
+
+def shift_in(window: Tensor, segment: Tensor, n_blocks: int, dim: int) -> Tensor:
+    """Return the window, then all blocks of the segment but the last."""
+    window = window.to(segment.dtype)
+    if not is_symbolic(n_blocks) and n_blocks == 1:
+        return window
+    kept = segment.narrow(dim, 0, segment.shape[dim] - window.shape[dim])
+    return torch.cat([window, kept], dim=dim)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from transformer_vq.device import has_fast_bf16, matmul_precision
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import CodeUsage, add_usages
 from transformer_vq.nn.state import ModelState
+from transformer_vq.ops import triton
 from transformer_vq.parallel.strategy import ParallelStrategy
 from transformer_vq.parallel.world import World
 from transformer_vq.progress import warn
@@ -65,6 +66,8 @@ class Trainer:
         device: torch.device,
         world: World | None = None,
     ) -> None:
+        if config.train.reduction == "triton":
+            triton.check_device(device)
         self.config = config
         self.device = device
         self.world = World() if world is None else world

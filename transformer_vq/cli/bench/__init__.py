@@ -13,6 +13,7 @@ from transformer_vq.cli.bench.decode import Decode
 from transformer_vq.cli.bench.demo import Demo
 from transformer_vq.cli.bench.documents import Documents
 from transformer_vq.cli.bench.first_token import FirstToken
+from transformer_vq.cli.bench.kernels import Kernels
 from transformer_vq.cli.bench.profile import Profile
 from transformer_vq.cli.bench.recall import Recall
 from transformer_vq.cli.bench.scaling import Scaling
@@ -31,6 +32,7 @@ __all__ = [
     "Demo",
     "Documents",
     "FirstToken",
+    "Kernels",
     "Profile",
     "Recall",
     "Scaling",
@@ -55,6 +57,7 @@ BENCHES: dict[str, str] = {
     "serve": "a server under load: errors, memory, tokens/s",
     "first-token": "time to the first token of long documents, through a server",
     "context": "context parallelism: bytes sent, and lengths that fit in memory",
+    "kernels": "registers, shared memory and spills of the Triton kernels",
     "tokenize": "throughput and memory of preparing text",
     "compare": "curves and test results of several runs in one record",
     "compress": "bits per byte of runs, n-grams and compressors on the same files",

@@ -42,7 +42,7 @@ class Train:
     """Head types: single-head gated, multi-query, multi-head and grouped-query attention."""
     kinds: tuple[StepKind, ...] | None = None
     """full: quadratic attention as in the paper; sdpa: MHA with PyTorch's fused attention; the
-    others: VQ attention with that reduction. By default all."""
+    others: VQ attention with that reduction. By default all except triton, which needs a GPU."""
     lengths: tuple[int, ...] | None = None
     """Tokens per sequence; by default 2048 8192 32768 131072."""
     checkpoint_activations: Checkpointing = "auto"

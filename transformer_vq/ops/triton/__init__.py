@@ -1,0 +1,34 @@
+"""GPU kernels in Triton, behind `reduction="triton"` only; each equals a function of `ops`.
+
+The kernels are in `kernels/`, one file per idea. The modules next to this one launch them:
+`attention` for segments, `nearest` for codes and `decode` for one token. Nothing here is imported
+unless asked for. docs/concepts/kernels.md lists what was verified and what was not.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+from transformer_vq.errors import UserError, missing_extra
+
+
+def check_package() -> None:
+    """Raise MissingExtraError if Triton is not installed."""
+    if find_spec("triton") is None:
+        raise missing_extra("reduction='triton'", "triton")
+
+
+def check_device(device: torch.device) -> None:
+    """Raise UserError unless kernels can run on the device, or in Triton's interpreter."""
+    check_package()
+
+    from transformer_vq.ops.triton.launch import is_interpreted, is_recording
+
+    if device.type == "cuda" or is_recording() or (device.type == "cpu" and is_interpreted()):
+        return
+    raise UserError(
+        f"reduction='triton' needs a GPU, but the tensors are on {device.type}; "
+        "use reduction='auto' or a CUDA device"
+    )

@@ -1,0 +1,207 @@
+"""Blockwise attention with Triton kernels: the implementation behind `reduction="triton"`.
+
+The mathematics is that of `fused`, for all blocks of a segment at once. Kernels compute the cache
+before each block, the weights and the gradient of the scores; products with values and keys are
+batched matrix products of PyTorch. Values that are as narrow as keys take one kernel instead.
+
+For the backward pass only the inputs and one number per query are kept, the log of the softmax's
+sum. Weights and cache are computed again from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from transformer_vq.errors import UserError
+from transformer_vq.ops.cache import CacheStats
+from transformer_vq.ops.inputs import AttentionInputs, shift_in
+from transformer_vq.ops.precision import full_precision
+from transformer_vq.ops.ragged import Eviction
+from transformer_vq.ops.state import AttentionState
+from transformer_vq.ops.triton.blocks import (
+    Prefix,
+    Segment,
+    block_lse,
+    block_weights,
+    flash_blocks,
+    prefix,
+    prefix_gradient,
+    softmax_backward_,
+)
+from transformer_vq.ops.triton.launch import DTYPES
+
+MAX_FLASH = 128  # widest values for one kernel: its output stays in registers
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def attend_blocks(
+    inputs: AttentionInputs, state: AttentionState, evicted: Eviction, grad_through_cache: bool
+) -> tuple[Tensor, CacheStats | None]:
+    """Attend from whole blocks, or from one shorter block; also return the cache after them.
+
+    Equal to `fused.attend_blocks` up to rounding, in float32, bfloat16 and float16.
+    """
+    v = inputs.v
+    if v.dtype not in DTYPES:
+        raise UserError(f"reduction='triton' has no kernels for {v.dtype}; use float32 or bfloat16")
+    (b, h, _, seq_len, _), packing = inputs.q.shape, inputs.packing
+    assert state.z is not None
+    _, n_blocks, n_query = evicted.counted.shape
+    blocks = (n_blocks, state.k.shape[-2])
+    by_distance, start = inputs.by_distance, (-state.position).unsqueeze(-1).expand(b, seq_len)
+    if packing is not None:
+        start = packing.doc_start.contiguous()
+    mean, count = None, evicted.counted.new_zeros(b * h, 0, dtype=torch.int64)
+    if state.cache is not None:
+        mean = state.cache.mean.flatten(0, 1).contiguous()
+        count = state.cache.count.flatten(0, 1).contiguous()
+    z_prev = shift_in(state.z, inputs.z, n_blocks, dim=-1)
+    segment = Segment(
+        n_blocks=n_blocks,
+        n_query=n_query,
+        n_head=h,
+        codebook=inputs.codebook.detach().to(v.dtype).contiguous(),
+        count=count,
+        codes=z_prev.flatten(0, 1).unflatten(-1, blocks).contiguous(),
+        counted=evicted.counted.to(torch.uint8).contiguous(),
+        carry=None if evicted.carry is None else evicted.carry.contiguous(),
+        start=start,
+        has_documents=packing is not None,
+        grad_through_cache=grad_through_cache and mean is not None,
+    )
+    k_prev = shift_in(state.k.to(v.dtype), inputs.k_hat.to(v.dtype), n_blocks, dim=-2)
+    v_prev = shift_in(state.v.to(v.dtype), v, n_blocks, dim=-2)
+    output, mean, count = _Attention.apply(  # type: ignore[no-untyped-call]
+        inputs.q.to(v.dtype).flatten(0, 1).contiguous(),
+        inputs.k_hat.to(v.dtype).flatten(0, 1).contiguous(),
+        v.flatten(0, 1).contiguous(),
+        None if by_distance is None else by_distance.flatten(0, 1).contiguous(),
+        k_prev.flatten(0, 1).unflatten(1, blocks).contiguous(),
+        v_prev.flatten(0, 1).unflatten(1, blocks).contiguous(),
+        mean,
+        segment,
+    )
+    output = output.unflatten(0, (b, h))
+    if mean is None:
+        return output, None
+    return output, CacheStats(mean.unflatten(0, (b, h)), count.unflatten(0, (b, h)))
+
+
+class _Attention(torch.autograd.Function):
+    """q: [B, g, t, k], k: [B, t, k], v: [B, t, v], by_distance: [B, g, t, L + 1], k_prev:
+    [B, r, L, k], v_prev: [B, r, L, v], mean: [B, s, v] -> [B, g, t, v], mean and count after."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        by_distance: Tensor | None,
+        k_prev: Tensor,
+        v_prev: Tensor,
+        mean: Tensor | None,
+        segment: Segment,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        ctx.segment = segment
+        before = None if mean is None else prefix(segment, v_prev, mean)
+        counts = segment.count if before is None else before.counts
+        if v.shape[-1] == q.shape[-1] <= MAX_FLASH:
+            out, lse = flash_blocks(segment, q, k_prev, k, v_prev, v, by_distance, before)
+        else:
+            lse = block_lse(segment, q, k_prev, k, by_distance, counts)
+            w = block_weights(segment, q, k_prev, k, by_distance, counts, lse)
+            out = _from_blocks(_weighted_values(w, segment, v_prev, v, before), segment)
+        ctx.save_for_backward(q, k, v, by_distance, k_prev, v_prev, mean, lse)
+        count = segment.count if before is None else before.counts[:, -1].contiguous()
+        ctx.mark_non_differentiable(count)
+        return out, None if before is None else before.after, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, d_out: Tensor, d_after: Tensor | None, d_count: None
+    ) -> tuple[Tensor | None, ...]:
+        segment: Segment = ctx.segment
+        q, k, v, by_distance, k_prev, v_prev, mean, lse = ctx.saved_tensors
+        before = None if mean is None else prefix(segment, v_prev, mean)
+        counts = segment.count if before is None else before.counts
+        w = block_weights(segment, q, k_prev, k, by_distance, counts, lse)
+        d_o, q_rows = _to_blocks(d_out, segment), _to_blocks(q, segment)
+        keys = (_flat(k_prev, segment), _flat(k, segment))
+        values = (_flat(v_prev, segment), _flat(v, segment))
+        w_cache, w_prev, w_own = _parts(w, segment)
+        with full_precision(q.device):
+            d_v_prev, d_v = torch.bmm(w_prev.mT, d_o), torch.bmm(w_own.mT, d_o)
+            d_mean = None
+            if segment.grad_through_cache:
+                d_means = torch.bmm(w_cache.mT, d_o).unflatten(0, (-1, segment.n_blocks))
+                d_mean = prefix_gradient(segment, d_means, counts, d_after, d_v_prev)
+                del d_means
+            d_s = torch.empty_like(w)
+            d_cache, d_prev, d_own = _parts(d_s, segment)
+            d_prev.copy_(torch.bmm(d_o, values[0].mT))
+            d_own.copy_(torch.bmm(d_o, values[1].mT))
+            if before is not None:
+                d_cache.copy_(torch.bmm(d_o, before.means.flatten(0, 1).mT))
+            d_by_distance = softmax_backward_(segment, w, d_s, q.shape[1], by_distance)
+            del w, w_cache, w_prev, w_own
+            d_q = torch.bmm(d_prev, keys[0]).baddbmm_(d_own, keys[1])
+            if before is not None:
+                n_repeats = d_q.shape[0] // segment.n_blocks // segment.n_head
+                code = segment.codebook.repeat_interleave(segment.n_blocks, 0)
+                d_q.baddbmm_(d_cache, code.repeat(n_repeats, 1, 1))
+            d_k_prev, d_k = torch.bmm(d_prev.mT, q_rows), torch.bmm(d_own.mT, q_rows)
+        return (
+            _from_blocks(d_q, segment),
+            d_k.view_as(k),
+            d_v.view_as(v),
+            d_by_distance,
+            d_k_prev.view_as(k_prev),
+            d_v_prev.view_as(v_prev),
+            d_mean,
+            None,
+        )
+
+
+def _weighted_values(
+    w: Tensor, segment: Segment, v_prev: Tensor, v: Tensor, before: Prefix | None
+) -> Tensor:
+    """Return the weights times the values of cache, previous and own block: [B * r, g * i, v]."""
+    w_cache, w_prev, w_own = _parts(w, segment)
+    with full_precision(w.device):
+        out = torch.bmm(w_own, _flat(v, segment)).baddbmm_(w_prev, _flat(v_prev, segment))
+        if before is not None:
+            out.baddbmm_(w_cache, before.means.flatten(0, 1))
+    return out
+
+
+def _parts(w: Tensor, segment: Segment) -> tuple[Tensor, ...]:
+    """Return the columns of the cache, the previous block and the block itself."""
+    sizes = [segment.n_code, segment.window_len, segment.n_query]
+    parts: tuple[Tensor, ...] = w.split(sizes, dim=-1)
+    return parts
+
+
+def _flat(x: Tensor, segment: Segment) -> Tensor:
+    """[B, r * j, x] or [B, r, j, x] -> [B * r, j, x]"""
+    return x.view(x.shape[0] * segment.n_blocks, -1, x.shape[-1])
+
+
+def _to_blocks(x: Tensor, segment: Segment) -> Tensor:
+    """[B, g, t, x] -> [B * r, g * i, x]"""
+    blocks = x.unflatten(2, (segment.n_blocks, segment.n_query)).transpose(1, 2)
+    rows: Tensor = blocks.reshape(x.shape[0] * segment.n_blocks, -1, x.shape[-1])
+    return rows
+
+
+def _from_blocks(x: Tensor, segment: Segment) -> Tensor:
+    """[B * r, g * i, x] -> [B, g, t, x]"""
+    blocks = x.view(
+        -1, segment.n_blocks, x.shape[1] // segment.n_query, segment.n_query, x.shape[2]
+    )
+    return blocks.transpose(1, 2).flatten(2, 3)

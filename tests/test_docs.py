@@ -56,7 +56,18 @@ def test_paths_named_in_the_text_exist(page):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
+# Pages whose code starts harnesses and loads transformers several times.
+SLOW_PAGES = {"guides/harnesses.md"}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (name(page) in SLOW_PAGES), id=name(page))
+        for page in PAGES
+        if blocks(page)
+    ],
+)
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     if page.stem == "hugging-face":
         pytest.importorskip("transformers")

@@ -47,6 +47,7 @@ def test_every_example_is_tested_and_listed():
     assert names == set(re.findall(r"\]\((\w+\.py)\)", (EXAMPLES / "README.md").read_text()))
 
 
+@pytest.mark.slow
 def test_custom_model_lowers_its_loss(run):
     output = run("custom_model.py")
     first, *_, last = numbers(r"loss (\S+) nats", output)

@@ -12,7 +12,7 @@ from transformer_vq.files import read_json
 ASSETS = Path(__file__).parent
 BENCHMARKS = ASSETS.parent.parent / "benchmarks"
 RECORDS = (
-    *("ablation", "compression-books", "decode", "profile", "scaling", "small"),
+    *("ablation", "compression-books", "decode", "first-token", "profile", "scaling", "small"),
     *("laws-wiki", "recall", "train-bf16", "train-bf16-32k", "train-fp32"),
     *("variants-books", "variants-wiki"),
 )

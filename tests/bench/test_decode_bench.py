@@ -165,3 +165,14 @@ def test_machine_names_the_cpu():
     found = machine()
     assert found["cores"] >= 1
     assert found["processor"]
+
+
+def test_shares_relate_to_the_best_bandwidth_of_a_record():
+    rows = [
+        {"share_of_bandwidth": 0.5, "read_bandwidth": 2e9},
+        {"share_of_bandwidth": 0.5, "read_bandwidth": 4e9},
+        {"failed": "out of memory"},
+    ]
+    decode._use_best_bandwidth(rows)
+    assert [row.get("share_of_bandwidth") for row in rows] == [0.25, 0.5, None]
+    assert rows[0]["read_bandwidth"] == 4e9

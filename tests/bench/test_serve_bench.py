@@ -7,7 +7,7 @@ import pytest
 from helpers import tiny_run
 from servers import TOKENIZER, a_model, a_service, running
 
-from transformer_vq.bench.serve import bare_engine, different_texts, solo_text
+from transformer_vq.bench.serve import bare_engine, different_texts, served_tokens
 from transformer_vq.bench.serve_load import Load, make_jobs
 from transformer_vq.bench.serve_records import ServeSettings
 from transformer_vq.cli.main import main
@@ -35,13 +35,14 @@ def test_load_sees_complete_cancelled_and_rejected_requests(tmp_path):
     jobs = make_jobs(TOKENS, TOKENIZER, 8, 60, 9)
     with running(service) as client:
         seen = Load(client.port, jobs, cancelled=0.3, malformed=0.3).run(4, seconds=1.5)
+        assert served_tokens(client.port) > 0
     outcomes = {x.outcome for x in seen}
     assert {x.detail for x in seen if x.outcome == "wrong"} == set()
     assert outcomes == {"complete", "cancelled", "rejected"}
-    assert different_texts(service.engine.model, TOKENIZER, jobs, seen) == 0
+    assert different_texts(service.engine.model, TOKENIZER, jobs, seen, SETTINGS) == (0, 0)
     one = next(x for x in seen if x.outcome == "complete")
     mixed = [*seen, replace(one, text=f"{one.text}!")]
-    assert different_texts(service.engine.model, TOKENIZER, jobs, mixed) == 1
+    assert different_texts(service.engine.model, TOKENIZER, jobs, mixed, SETTINGS) == (1, 1)
 
 
 def test_server_that_is_gone_is_an_error(tmp_path):
@@ -57,7 +58,6 @@ def test_bare_engine_processes_all_tokens():
     model = a_model()
     jobs = make_jobs(TOKENS, TOKENIZER, 8, 60, 9)
     assert bare_engine(model, TOKENIZER, jobs, SETTINGS, seconds=0.5) > 0
-    assert isinstance(solo_text(model, TOKENIZER, jobs[0]), str)
 
 
 @pytest.mark.slow

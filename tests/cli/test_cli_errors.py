@@ -360,7 +360,9 @@ def test_bytes_that_are_not_utf8_are_printed_unchanged(sandbox):
     assert out == "a\ufffdb\n"  # one byte that cannot be decoded, not an escape
 
 
-@pytest.mark.parametrize(("reader", "status"), [("/dev/full", 2), (None, 0)])
+@pytest.mark.parametrize(
+    ("reader", "status"), [("/dev/full", 2), pytest.param(None, 0, marks=pytest.mark.slow)]
+)
 def test_unwritable_stdout_is_not_reported_as_a_bug(sandbox, reader, status):
     """A full disk is a user error; a closed pipe is not an error."""
     read, write = os.pipe()
@@ -382,6 +384,7 @@ def test_json_is_the_last_line_of_stdout(sandbox):
     assert json.loads(out.splitlines()[-1])["run"] == "text-run"
 
 
+@pytest.mark.slow
 def test_demo_ends_with_commands_that_work(sandbox):
     out = succeed(sandbox, "bench demo --steps 1 --out new-run")
     assert "| Transformer-VQ, `tiny` |" in out

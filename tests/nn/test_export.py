@@ -67,7 +67,8 @@ def test_exported_prefill_continues_from_a_state_at_any_cut():
     assert_same_state(ModelState.from_tensors(state), want.state)
 
 
-@pytest.mark.parametrize("head_type", ["shga", pytest.param("gqa", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("head_type", ["shga", "gqa"])
 def test_exported_step_decodes_as_generate_does(head_type):
     model = tiny_model(n_layer=1, head_type=head_type).eval()
     step = export_program(model, "decode").module()

@@ -20,7 +20,14 @@ FOLDER = Path(__file__).parent
 MODULES = sorted(path.name for path in FOLDER.glob("interpreted_*.py"))
 
 
-@pytest.mark.parametrize("module", MODULES)
+# Whole models are put together from kernels that the other modules test.
+SLOW_MODULES = {"interpreted_model.py"}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_MODULES)) for name in MODULES],
+)
 def test_kernels_equal_their_references_in_the_interpreter(module):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

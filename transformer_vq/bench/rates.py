@@ -41,7 +41,7 @@ def matmul_rates(
     return {name: _best_rate(device, DTYPES[name], shapes, repeats) for name in precisions}
 
 
-def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
+def read_bandwidth(device: torch.device, repeats: int = 20) -> float:
     """Return the bytes per second that a large matrix-vector product reads, the best of several."""
     matrix = torch.ones(BANDWIDTH_ROWS, BANDWIDTH_COLUMNS, device=device)
     vector = torch.ones(BANDWIDTH_COLUMNS, device=device)

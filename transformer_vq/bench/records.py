@@ -142,6 +142,8 @@ class DecodeTiming(TypedDict):
     state_bytes: int
     share_of_bandwidth: float
     """Bytes of weights and state, over what the memory could deliver in the time of the step."""
+    read_bandwidth: float
+    """Bytes per second that a large matrix-vector product reads, the best of the record."""
 
 
 class DecodeRow(TypedDict):
@@ -156,6 +158,7 @@ class DecodeRow(TypedDict):
     tokens_per_second: NotRequired[float]
     state_bytes: NotRequired[int]
     share_of_bandwidth: NotRequired[float]
+    read_bandwidth: NotRequired[float]
     state_precision: NotRequired[Precision]
     """That of the values in the state; fp32 if it is not recorded."""
 

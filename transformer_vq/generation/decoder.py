@@ -19,8 +19,8 @@ from transformer_vq.nn.attention import FullAttention, VQAttention
 from transformer_vq.nn.layers import NORM_EPS, is_plain
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.state import ModelState
-from transformer_vq.ops.cache import accumulation_dtype
-from transformer_vq.ops.decode import DecodeState, Step, Token, attend_one_, lookup
+from transformer_vq.ops.cache import accumulation_dtype, lookup
+from transformer_vq.ops.decode import DecodeState, Step, Token, attend_one_
 from transformer_vq.ops.precision import full_precision
 from transformer_vq.ops.quadratic import quadratic_attention
 from transformer_vq.ops.state import AttentionState
@@ -84,12 +84,6 @@ class Decoder:
         assert self._state is not None
         self._position[row] = state.position[0]
         self._state.write_row_(row, state.detach().layers, self._codebooks())
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of the state that a step reads; VQ attention only."""
-        assert self._state is not None
-        return self._state.read_bytes
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors that stay at their addresses: constants, and the state of VQ layers."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from transformer_vq.errors import UserError
-from transformer_vq.ops.cache import accumulation_dtype, code_sums
+from transformer_vq.ops.cache import accumulation_dtype, code_sums, lookup
 from transformer_vq.ops.checks import is_readable
 from transformer_vq.ops.precision import full_precision
 from transformer_vq.ops.tree import tensor_tree
@@ -190,7 +190,7 @@ class VectorQuantizer(nn.Module):
             exact = k.to(accumulation_dtype(k.dtype))
             codebook = self.codebook.to(exact.dtype)
             z = (find_code or nearest_code)(exact.detach(), codebook)
-            codeword = _lookup(codebook, z)
+            codeword = lookup(codebook, z)
             error = (exact - codeword).square().sum(-1)  # [b, h, t]
             if valid is not None:
                 error = error * valid[:, None]
@@ -274,13 +274,6 @@ def nearest_code(k: Tensor, codebook: Tensor) -> Tensor:
     # |k - c|^2 = |k|^2 - 2 (k . c - |c|^2 / 2), and |k|^2 is the same for all codes.
     half_norms = codebook.square().sum(-1) / 2
     return (torch.einsum("bhtk,hsk->bhts", k, codebook) - half_norms.unsqueeze(-2)).argmax(-1)
-
-
-def _lookup(codebook: Tensor, z: Tensor) -> Tensor:
-    """Return the codewords of the codes. codebook: [h, s, k], z: [b, h, t] -> [b, h, t, k]."""
-    n_head, n_code, _ = codebook.shape
-    rows = z + torch.arange(n_head, device=z.device).view(-1, 1) * n_code
-    return codebook.flatten(0, 1)[rows]
 
 
 def lowest(priority: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -69,6 +69,13 @@ def fraction(part: Tensor, total: Tensor, dtype: torch.dtype) -> Tensor:
     return part.to(dtype) / total.clamp(min=1).to(dtype)
 
 
+def lookup(codebook: Tensor, z: Tensor) -> Tensor:
+    """Return the codewords of the codes. codebook: [h, s, k], z: [b, h, ...] -> [b, h, ..., k]."""
+    n_head, n_code, _ = codebook.shape
+    first = n_code * torch.arange(n_head, device=z.device)
+    return codebook.flatten(0, 1)[z + first.view(-1, *[1] * (z.ndim - 2))]
+
+
 def code_sums(
     z: Tensor, x: Tensor, n_code: int, valid: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_vq.ops.cache import CacheStats, accumulation_dtype, merge
+from transformer_vq.ops.cache import CacheStats, accumulation_dtype, lookup, merge
 from transformer_vq.ops.checks import is_readable
 from transformer_vq.ops.state import AttentionState
 
@@ -101,12 +101,6 @@ class DecodeState:
             if part is not None:
                 yield from (part,) if isinstance(part, Tensor) else part
 
-    @property
-    def read_bytes(self) -> int:
-        """Bytes that a step reads."""
-        tables = [*self.values, *self.z, *(self.k or ())]
-        return self.log_count.nbytes + sum(x.nbytes for x in tables)
-
     def write_row_(
         self, row: int, states: Sequence[AttentionState], codebooks: Sequence[Tensor]
     ) -> None:
@@ -138,7 +132,7 @@ class DecodeState:
         """Return a copy as attention states with this dtype."""
         order, found = self._order(), []
         heads = (len(self.position), -1)
-        evicted = None if self.count is None else self._evict()
+        evicted = None if self.count is None else self.evict()
         for i, codebook in enumerate(codebooks):
             z = self.z[i].index_select(1, order).unflatten(0, heads)
             v = self.values[i].index_select(1, order).unflatten(0, heads).to(dtype)
@@ -164,7 +158,7 @@ class DecodeState:
     def _means(self, layer: int) -> Tensor:
         return self.values[layer][:, self.n_slots :] if self.mean is None else self.mean[layer]
 
-    def _evict(self) -> Evicted:
+    def evict(self) -> Evicted:
         """Merge the token in the free slot of every row, if any, with the mean of its code."""
         assert self.count is not None
         n_layer, n_row = len(self.z), len(self.z[0])
@@ -210,7 +204,7 @@ class Step:
         column = slot.expand(all_rows.shape)
         log = torch.zeros((), dtype=state.log_count.dtype, device=device).expand(all_rows.shape)
         if state.count is not None:
-            evicted = state._evict()
+            evicted = state.evict()
             z, count = (x.flatten(0, 1) for x in (evicted.z, evicted.cache.count))
             state.count.index_put_((all_rows, z), count)
             column = torch.cat([column, n + z], dim=1)
@@ -284,13 +278,6 @@ def _write_(v: Tensor, state: DecodeState, layer: int, step: Step) -> Tensor:
     both = torch.cat([v.to(values.dtype), mean.to(values.dtype)], dim=1)
     values.index_put_((step.rows, column), both)
     return values
-
-
-def lookup(codebook: Tensor, z: Tensor) -> Tensor:
-    """Return the codewords of the codes. codebook: [h, s, k], z: [b, h, ...] -> [b, h, ..., k]."""
-    n_head, n_code, _ = codebook.shape
-    first = n_code * torch.arange(n_head, device=z.device)
-    return F.embedding(z + first.view(-1, *[1] * (z.ndim - 2)), codebook.flatten(0, 1))
 
 
 def _codes(state: AttentionState) -> Tensor:

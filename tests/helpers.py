@@ -139,7 +139,7 @@ def decode_all(inputs: Inputs, start: int, stop: int, state: AttentionState):
         q, k_hat, z, v, codebook, by_distance = inputs.part(t, t + 1)
         q, k_hat, v, by_distance = (x[..., 0, :] for x in (q, k_hat, v, by_distance))
         token = Token(q @ codebook.mT, by_distance, z[..., 0], v, q, k_hat)
-        outputs.append(attend_one_(token, decoding, 0, Step.start_(decoding)))
+        outputs.append(attend_one_(token, 0, Step.start_(decoding)))
     (after,) = decoding.states(codebooks, state.v.dtype)
     return torch.stack(outputs, dim=-2), after
 

@@ -178,6 +178,6 @@ def token_by_token(problem: Problem, x: Tensors) -> Tensor:
                 q,
                 x.k_hat[..., t, :],
             )
-            output = attend_one_(token, decoding, 0, Step.start_(decoding))
+            output = attend_one_(token, 0, Step.start_(decoding))
             outputs.append(output.unsqueeze(-2))
     return torch.cat(outputs, dim=-2)

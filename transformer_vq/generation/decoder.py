@@ -46,16 +46,14 @@ class Decoder:
         states = state.detach().layers
         self._dtype = states[0].v.dtype
         attentions = [x for x in model.branches if isinstance(x, VQAttention | FullAttention)]
-        vq = [x for x in attentions if isinstance(x, VQAttention)]
-        self._vq_layers = [_VQLayer(x, part) for x, part in zip(vq, states, strict=False)]
-        self._full_layers: list[_FullLayer] = []
+        self._codebooks = [x.quantizer.codebook for x in attentions if isinstance(x, VQAttention)]
         self._state: DecodeState | None = None
-        if vq:
-            self._state = DecodeState.of(states, self._codebooks(), state_dtype)
-        else:
-            full = [x for x in attentions if isinstance(x, FullAttention)]
-            pairs = zip(full, states, strict=True)
-            self._full_layers = [_FullLayer(x, part, room) for x, part in pairs]
+        if self._codebooks:
+            self._state = DecodeState.of(states, self._codebooks, state_dtype)
+        self._layers = [
+            _VQLayer(x, part, i) if isinstance(x, VQAttention) else _FullLayer(x, part, room)
+            for i, (x, part) in enumerate(zip(attentions, states, strict=True))
+        ]
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -63,18 +61,13 @@ class Decoder:
         x = self.model.embed(tokens.long())
         if self.model.positions is not None:
             x = x + self.model.positions(self._position)
-        state = self._state
-        shared = None if state is None else Step.start_(state)
-        number = 0
+        step = None if self._state is None else Step.start_(self._state)
+        layers = iter(self._layers)
         for branch in self.model.branches:
-            if not isinstance(branch, VQAttention | FullAttention):
-                x = x + branch(x)
-                continue
-            if state is None or shared is None:
-                x = x + self._full_layers[number].step(x)
+            if isinstance(branch, VQAttention | FullAttention):
+                x = x + next(layers).step(x, step)
             else:
-                x = self._vq_layers[number].step(x, state, number, shared)
-            number += 1
+                x = x + branch(x)
         self._position += 1
         return self.model.logits(self.model.finish(x))
 
@@ -83,32 +76,32 @@ class Decoder:
         """Replace the state of one row by another state of one row; VQ attention only."""
         assert self._state is not None
         self._position[row] = state.position[0]
-        self._state.write_row_(row, state.detach().layers, self._codebooks())
+        self._state.write_row_(row, state.detach().layers, self._codebooks)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors that stay at their addresses: constants, and the state of VQ layers."""
         yield self._position
-        for layer in self._vq_layers:
-            yield from layer.tensors()
         if self._state is not None:
             yield from self._state.tensors()
+        for layer in self._layers:
+            if isinstance(layer, _VQLayer):
+                yield from layer.tensors()
 
     def state(self) -> ModelState:
         """Return a copy of the state, for `forward` or another decoder."""
-        if self._state is None:
-            return ModelState(tuple(layer.state() for layer in self._full_layers))
-        return ModelState(self._state.states(self._codebooks(), self._dtype))
-
-    def _codebooks(self) -> list[Tensor]:
-        return [layer.codebook for layer in self._vq_layers]
+        if self._state is not None:
+            return ModelState(self._state.states(self._codebooks, self._dtype))
+        full = [layer for layer in self._layers if isinstance(layer, _FullLayer)]
+        return ModelState(tuple(layer.state() for layer in full))
 
 
 class _VQLayer:
     """One VQ attention branch with its constants precomputed."""
 
     @torch.no_grad()
-    def __init__(self, attention: VQAttention, state: AttentionState) -> None:
-        self.attention = a = attention
+    def __init__(self, attention: VQAttention, state: AttentionState, number: int) -> None:
+        self.attention, self.number = attention, number
+        a = attention
         exact = accumulation_dtype(a.u.dtype)
         self.n_code = a.quantizer.codebook.shape[1]
         self.codebook = a.quantizer.codebook.to(exact)
@@ -151,18 +144,19 @@ class _VQLayer:
         yield from (x for x in vars(self).values() if isinstance(x, Tensor))
         yield from self.floors
 
-    def step(self, x: Tensor, state: DecodeState, layer: int, shared: Step) -> Tensor:
-        """Return x plus the residual branch. x: [b, d_model], same shape as the result."""
+    def step(self, x: Tensor, step: Step | None) -> Tensor:
+        """Return the residual branch. x: [b, d_model], same shape as the result."""
+        assert step is not None
         a = self.attention
         qk, v, gate = self._project(x)
         is_autocast = torch.is_autocast_enabled(x.device.type)
         with full_precision(x.device) if is_autocast else nullcontext():
-            token = self._token(qk.to(self.table.dtype), v, state)
-            wv = attend_one_(token, state, layer, shared).flatten(1)
+            token = self._token(qk.to(self.table.dtype), v, needs_keys=step.state.k is not None)
+            wv = attend_one_(token, self.number, step).flatten(1)
         if gate is not None:
             wv = wv.to(gate.dtype) * gate
         output: Tensor = a.o_proj(wv.to(v.dtype))
-        return x + output
+        return output
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return queries and keys, [b, h, g + 1, k], values, [b, h, v], and the gates."""
@@ -184,7 +178,7 @@ class _VQLayer:
                 v, gate = F.silu(v).split([a.n_kv_head * a.d_v, a.d_v], dim=-1)
         return qk, v.unflatten(-1, (a.n_kv_head, a.d_v)), gate
 
-    def _token(self, qk: Tensor, v: Tensor, state: DecodeState) -> Token:
+    def _token(self, qk: Tensor, v: Tensor, needs_keys: bool) -> Token:
         """Quantize the key, and compute all scores of the query."""
         b, h, n, k = qk.shape  # n = g + 1
         unit = _unit(qk, self.floors[1])
@@ -194,7 +188,7 @@ class _VQLayer:
         z = scores[:, :, -1, : self.n_code].argmax(-1)
         of_query = scores[:, :, :-1]
         code_scores, position_scores = of_query[..., : self.n_code], of_query[..., self.n_code :]
-        if state.k is None:
+        if not needs_keys:
             return Token(code_scores, position_scores, z, v)
         q = unit[:, :, :-1] * k**0.25 + self.u
         return Token(code_scores, position_scores, z, v, q, lookup(self.codebook, z))
@@ -221,7 +215,7 @@ class _FullLayer:
         self.length, self.position = state.k.shape[-2], state.position.clone()
         self.keys, self.values = (F.pad(x, (0, 0, 0, room)) for x in (state.k, state.v))
 
-    def step(self, x: Tensor) -> Tensor:
+    def step(self, x: Tensor, step: Step | None) -> Tensor:
         """Return the residual branch. x: [b, d_model], same shape as the result."""
         a = self.attention
         if self.length == self.keys.shape[-2]:

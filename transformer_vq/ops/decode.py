@@ -185,10 +185,11 @@ class Evicted:
 class Step:
     """What all layers share in one step.
 
-    slot: [1], that of the token. column: [L + 1], the column of the positional scores for each
-    slot. log_count: [n, r, columns]. rows: [r, 1], all rows.
+    state: that of all layers. slot: [1], that of the token. column: [L + 1], the column of the
+    positional scores for each slot. log_count: [n, r, columns]. rows: [r, 1], all rows.
     """
 
+    state: DecodeState
     slot: Tensor
     column: Tensor
     log_count: Tensor
@@ -216,6 +217,7 @@ class Step:
         steps = torch.arange(n - 1, 2 * n - 1, device=device)
         n_row = len(state.z[0])
         return cls(
+            state=state,
             slot=slot,
             column=(steps - slot) % n,  # column j of the positional scores is for distance L - j
             log_count=state.log_count.unflatten(0, (-1, n_row)),
@@ -240,13 +242,14 @@ class Token:
     k_hat: Tensor | None = None
 
 
-def attend_one_(token: Token, state: DecodeState, layer: int, step: Step) -> Tensor:
+def attend_one_(token: Token, layer: int, step: Step) -> Tensor:
     """Attend from one token per row to itself, the window and the cache: [b, h, g, v].
 
     The token is written to the window of the layer, and the evicted one to its cache.
     """
+    state = step.state
     z = state.z[layer].index_copy_(1, step.slot, token.z.view(-1, 1))
-    values = _write_(token.v.flatten(0, 1).unsqueeze(1), state, layer, step)
+    values = _write_(token.v.flatten(0, 1).unsqueeze(1), layer, step)
     of_codes = token.code_scores.flatten(0, 1)  # [r, g, S]
     if state.k is None:
         window = of_codes.gather(-1, z.unsqueeze(1).expand(-1, of_codes.shape[1], -1))
@@ -265,8 +268,9 @@ def attend_one_(token: Token, state: DecodeState, layer: int, step: Step) -> Ten
     return output.view(*token.code_scores.shape[:-1], -1)
 
 
-def _write_(v: Tensor, state: DecodeState, layer: int, step: Step) -> Tensor:
+def _write_(v: Tensor, layer: int, step: Step) -> Tensor:
     """Write the token's value, [r, 1, v], and the evicted token's mean to the table; return it."""
+    state = step.state
     values = state.values[layer]
     if step.evicted is None:
         values.index_copy_(1, step.slot, v.to(values.dtype))

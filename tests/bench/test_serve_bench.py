@@ -2,13 +2,14 @@
 
 import json
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from helpers import tiny_run
 from servers import TOKENIZER, a_model, a_service, running
 
 from transformer_vq.bench.serve import bare_engine, different_texts, served_tokens
-from transformer_vq.bench.serve_load import Load, make_jobs
+from transformer_vq.bench.serve_load import Load, choices, make_jobs
 from transformer_vq.bench.serve_records import ServeSettings
 from transformer_vq.cli.main import main
 from transformer_vq.training.run import train
@@ -34,7 +35,9 @@ def test_load_sees_complete_cancelled_and_rejected_requests(tmp_path):
     service = a_service(tmp_path)
     jobs = make_jobs(TOKENS, TOKENIZER, 8, 60, 9)
     with running(service) as client:
-        seen = Load(client.port, jobs, cancelled=0.3, malformed=0.3).run(4, seconds=1.5)
+        load = Load(client.port, jobs, cancelled=0.3, malformed=0.3)
+        load.start(4, seconds=1.5)
+        seen = load.join()
         assert served_tokens(client.port) > 0
     outcomes = {x.outcome for x in seen}
     assert {x.detail for x in seen if x.outcome == "wrong"} == set()
@@ -49,15 +52,27 @@ def test_server_that_is_gone_is_an_error(tmp_path):
     with running(a_service(tmp_path)) as client:
         pass
     jobs = make_jobs(TOKENS, TOKENIZER, 8, 60, 9)
-    seen = Load(client.port, jobs, cancelled=0.0, malformed=0.0).run(1, seconds=0.05)
+    load = Load(client.port, jobs, cancelled=0.0, malformed=0.0)
+    load.start(1, seconds=0.05)
+    seen = load.join()
     assert {x.outcome for x in seen} == {"wrong"}
     assert "refused" in seen[0].detail
+
+
+def test_clients_make_the_same_choices_again():
+    jobs = make_jobs(TOKENS, TOKENIZER, 8, 60, 9)
+    some = list(islice(choices(3, jobs, cancelled=0.3, malformed=0.3), 200))
+    assert list(islice(choices(3, jobs, cancelled=0.3, malformed=0.3), 200)) == some
+    assert list(islice(choices(4, jobs, cancelled=0.3, malformed=0.3), 200)) != some
+    assert {job.number for x in some if (job := x.job) is not None} == set(range(8))
+    assert sum(x.job is None for x in some) > 30
+    assert all(1 <= x.limit <= x.job.max_tokens for x in some if x.limit is not None)
 
 
 def test_bare_engine_processes_all_tokens():
     model = a_model()
     jobs = make_jobs(TOKENS, TOKENIZER, 8, 60, 9)
-    assert bare_engine(model, TOKENIZER, jobs, SETTINGS, seconds=0.5) > 0
+    assert bare_engine(model, TOKENIZER, jobs, SETTINGS) > 0
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ def test_the_given_state_is_not_modified():
 @pytest.mark.parametrize("head_type", HEADS)
 @pytest.mark.parametrize("n_prompt", [2, 9])
 def test_keys_from_before_an_update_of_the_codebooks_are_kept(head_type, n_prompt):
-    """The window of such a state holds keys that are no longer codewords."""
+    """Some keys in the window of such a state are not codewords of the new codebooks."""
     model = make(head_type=head_type)
     tokens = torch.randint(17, (2, n_prompt + 12))
     output = model(tokens[:, :n_prompt])
@@ -130,6 +130,23 @@ def test_rows_can_be_replaced_between_steps(head_type, compressive_cache):
     assert_close("window", decoder.state().layers[0].v[1], want.v[0], 1e-12)
     if compressive_cache:
         assert torch.equal(decoder.state().layers[0].cache.count[1], want.cache.count[0])
+
+
+@pytest.mark.parametrize("head_type", HEADS)
+def test_a_row_is_computed_bitwise_the_same_whenever_it_was_written(head_type):
+    model = make(torch.float32, head_type=head_type)
+    tokens = torch.randint(17, (3, 40))
+    state = model(tokens[1:2, :9]).state
+
+    def decode(n_steps_before):
+        decoder = Decoder(model, model.init_state(3))
+        for i in range(n_steps_before):
+            decoder.step(tokens[:, i])
+        decoder.write_row_(1, state)
+        return torch.stack([decoder.step(tokens[:, i])[1] for i in range(9, 40)])
+
+    want = decode(0)
+    assert all(torch.equal(decode(n), want) for n in (1, 2, 3, 6))
 
 
 @pytest.mark.parametrize("head_type", HEADS)

@@ -5,7 +5,6 @@ Every text that a client received in full is compared with that of the same requ
 
 from __future__ import annotations
 
-import queue
 import re
 import resource
 import tempfile
@@ -15,12 +14,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from transformer_vq.bench.cells import machine
-from transformer_vq.bench.serve_load import Job, Load, Seen, make_jobs
+from transformer_vq.bench.serve_load import Job, Load, Seen, choices, make_jobs
 from transformer_vq.bench.serve_records import ServeRecord, ServeSettings
 from transformer_vq.bench.serving import connection_to, serving
 from transformer_vq.data.tokenizers import Tokenizer
@@ -34,7 +32,7 @@ from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import info, progress_bar
 from transformer_vq.serve.engine import Engine, check_servable
 from transformer_vq.serve.prefixes import PrefixStore
-from transformer_vq.serve.requests import Event, Finished, Request, Start
+from transformer_vq.serve.requests import Event, Finished, NewToken, Request, Start
 
 MEGABYTE = 1_000_000
 SECONDS_PER_SAMPLE = 1.0  # of the memory of the server
@@ -59,16 +57,17 @@ def measure(
     ):
         memory = Memory(server.pid)
         load = Load(server.port, jobs, settings.cancelled, settings.malformed)
-        with progress_bar("load", round(60 * settings.minutes), "s") as advance:
-            memory.start(advance)
-            start = time.monotonic()
-            seen = load.run(settings.clients, 60 * settings.minutes)
-            seconds = time.monotonic() - start
-            memory.stop()
+        memory.start()
+        load.start(settings.clients, 60 * settings.minutes)
+        seconds = wait("load", 60 * settings.minutes)
+        # What is still in progress now is completed, but not part of the rate.
         n_tokens = served_tokens(server.port)
+        memory.stop()
+        info("waiting for the last responses")
+        seen = load.join()
     counts = Counter(x.outcome for x in seen)
-    engine_rate = bare_engine(model, tokenizer, jobs, settings, min(seconds, 120.0))
     rate = n_tokens / seconds
+    engine_rate = bare_engine(model, tokenizer, jobs, settings)
     mixed, rounded = different_texts(model, tokenizer, jobs, seen, settings)
     short = sorted(
         x.first_seconds
@@ -99,6 +98,18 @@ def measure(
     }
 
 
+def wait(title: str, seconds: float) -> float:
+    """Sleep with a progress bar; return the seconds that have passed."""
+    start, shown = time.monotonic(), 0
+    with progress_bar(title, round(seconds), "s") as advance:
+        while (left := start + seconds - time.monotonic()) > 0:
+            time.sleep(min(left, 1.0))
+            passed = round(time.monotonic() - start)
+            advance(passed - shown)
+            shown = passed
+    return time.monotonic() - start
+
+
 class Memory:
     """Samples the resident memory of a process in the background."""
 
@@ -107,9 +118,9 @@ class Memory:
         self._samples: list[float] = []
         self._ended = threading.Event()
 
-    def start(self, advance: Any) -> None:
-        """Start to sample; `advance` is called every second."""
-        self._thread = threading.Thread(target=self._sample, args=(advance,), daemon=True)
+    def start(self) -> None:
+        """Start to sample."""
+        self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -117,11 +128,10 @@ class Memory:
         self._ended.set()
         self._thread.join()
 
-    def _sample(self, advance: Any) -> None:
+    def _sample(self) -> None:
         while not self._ended.wait(SECONDS_PER_SAMPLE):
             pages = int(self._path.read_text().split()[1])
             self._samples.append(pages * resource.getpagesize() / MEGABYTE)
-            advance(1)
 
     def summary(self) -> dict[str, float]:
         """Return the memory at a quarter, half and the end of the load, and the largest."""
@@ -143,36 +153,42 @@ def served_tokens(port: int) -> int:
 
 
 def bare_engine(
-    model: TransformerVQ,
-    tokenizer: Tokenizer,
-    jobs: Sequence[Job],
-    settings: ServeSettings,
-    seconds: float,
+    model: TransformerVQ, tokenizer: Tokenizer, jobs: Sequence[Job], settings: ServeSettings
 ) -> float:
-    """Return tokens per second of the engine alone, with as many requests in progress."""
+    """Return tokens per second of the engine alone, given the same requests for the same time.
+
+    Requests that a client would cancel are cancelled; malformed ones are left out.
+    """
     engine = _engine(model, tokenizer, settings)
-    ended: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+    clients = [
+        choices(i, jobs, settings.cancelled, settings.malformed) for i in range(settings.clients)
+    ]
+    ended = threading.Event()
 
-    def notify(event: Event) -> None:
-        if isinstance(event, Finished):
-            ended.put(event)
+    def submit(client: int) -> None:
+        choice = next(x for x in clients[client] if x.job is not None)
+        assert choice.job is not None
+        n_events = 0
 
+        def notify(event: Event) -> None:
+            nonlocal n_events
+            n_events += isinstance(event, NewToken)
+            if isinstance(event, Finished):
+                if not ended.is_set():
+                    submit(client)
+            elif n_events == choice.limit:
+                generation.cancel()
+
+        generation = engine.submit(_request(choice.job), notify)
+
+    for client in range(settings.clients):
+        submit(client)
     engine.start()
-    start, n_sent, shown = time.monotonic(), 0, 0
-    with progress_bar("bare engine", round(seconds), "s") as advance:
-        for _ in range(settings.clients):
-            engine.submit(_request(jobs[n_sent % len(jobs)]), notify)
-            n_sent += 1
-        while (passed := time.monotonic() - start) < seconds:
-            ended.get()
-            engine.submit(_request(jobs[n_sent % len(jobs)]), notify)
-            n_sent += 1
-            advance(int(passed) - shown)
-            shown = int(passed)
-        counters = engine.counters
-        rate = (counters.prompt_tokens + counters.new_tokens) / (time.monotonic() - start)
+    seconds = wait("bare engine", 60 * settings.minutes)
+    n_tokens = engine.counters.prompt_tokens + engine.counters.new_tokens
+    ended.set()
     engine.stop()
-    return rate
+    return n_tokens / seconds
 
 
 def _engine(model: TransformerVQ, tokenizer: Tokenizer, settings: ServeSettings) -> Engine:

@@ -8,7 +8,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -84,47 +84,75 @@ class Seen:
     detail: str = ""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a client does next: it sends a job, and may cancel it, or something malformed."""
+
+    job: Job | None
+    limit: int | None = None
+    """The client disconnects after this many events."""
+    malformed: tuple[bytes, int] = MALFORMED[0]
+
+
+def choices(
+    client: int, jobs: Sequence[Job], cancelled: float, malformed: float
+) -> Iterator[Choice]:
+    """Yield what one client does, without end; the same for every call."""
+    rng = random.Random(client)
+    while True:
+        kind = rng.random()
+        if kind < malformed:
+            yield Choice(None, malformed=rng.choice(MALFORMED))
+            continue
+        job = rng.choice(jobs)
+        is_cancelled = kind < malformed + cancelled
+        yield Choice(job, rng.randint(1, job.max_tokens) if is_cancelled else None)
+
+
 @dataclass
 class Load:
-    """Clients that send one request after the other until a time; see `run`."""
+    """Clients that send one request after the other until a time.
+
+    `start` them, and `join` them for what they saw.
+    """
 
     port: int
     jobs: Sequence[Job]
     cancelled: float
     """Share of the requests whose client disconnects before the end."""
     malformed: float
-    seen: list[Seen] = field(default_factory=list)
+    _seen: list[Seen] = field(default_factory=list)
+    _threads: list[threading.Thread] = field(default_factory=list)
 
-    def run(self, n_clients: int, seconds: float) -> list[Seen]:
-        """Return what all clients saw."""
+    def start(self, n_clients: int, seconds: float) -> None:
+        """Start all clients; after this time they send no more requests."""
         end = time.monotonic() + seconds
-        threads = [
-            threading.Thread(target=self._client, args=(i, end), daemon=True)
-            for i in range(n_clients)
-        ]
-        for thread in threads:
+        for i in range(n_clients):
+            thread = threading.Thread(target=self._client, args=(i, end), daemon=True)
+            self._threads.append(thread)
             thread.start()
-        for thread in threads:
+
+    def join(self) -> list[Seen]:
+        """Wait for the responses to all requests; return what all clients saw."""
+        for thread in self._threads:
             thread.join()
-        return self.seen
+        return self._seen
 
     def _client(self, number: int, end: float) -> None:
-        rng = random.Random(number)
-        while time.monotonic() < end:
+        for choice in choices(number, self.jobs, self.cancelled, self.malformed):
+            if time.monotonic() >= end:
+                return
             try:
-                found = self._request(rng)
+                found = self._request(choice)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 found = Seen("wrong", detail=f"{type(error).__name__}: {error}")
-            self.seen.append(found)
+            self._seen.append(found)
 
-    def _request(self, rng: random.Random) -> Seen:
-        kind = rng.random()
-        if kind < self.malformed:
-            return self._send_malformed(*rng.choice(MALFORMED))
-        job = rng.choice(self.jobs)
-        limit = rng.randint(1, job.max_tokens) if kind < self.malformed + self.cancelled else None
+    def _request(self, choice: Choice) -> Seen:
+        if choice.job is None:
+            return self._send_malformed(*choice.malformed)
         with connection_to(self.port, TIMEOUT) as connection:
-            return _stream(connection, job, limit)
+            return _stream(connection, choice.job, choice.limit)
 
     def _send_malformed(self, body: bytes, status: int) -> Seen:
         with connection_to(self.port, TIMEOUT) as connection:

@@ -5,6 +5,9 @@ product per layer: the window, a ring of L + 1 slots, and the means of the cache
 table. A token attends to itself, the L tokens before it and the cache with one softmax. Keys in the
 window are codewords, so their scores are looked up among those of the codebook.
 
+The slot of a token follows from its position alone, so a row is computed in the same order, and
+rounded in the same way, whenever it was written next to others.
+
 The free slot still holds the token that has left the window; it is evicted to the cache when the
 next token overwrites it. Then each buffer is written once per step, which torch.compile does in
 place; a second write to a buffer would make it copy all of it.
@@ -32,16 +35,14 @@ class DecodeState:
 
     values: [r, L + 1 + S, v] per layer, the slots of the window and the means of the cache; without
     a cache only the slots. z: [r, L + 1] per layer, codes in the window. log_count: [n r, columns],
-    the logarithm of the number of tokens in each row of values. position: [b].
-    slot: [1], the free slot for the next token, a tensor, so that a compiled step is the same at
-    every position.
+    the logarithm of the number of tokens in each row of values. position: [b], a tensor, so that a
+    compiled step is the same at every position.
     """
 
     values: tuple[Tensor, ...]
     z: tuple[Tensor, ...]
     log_count: Tensor
     position: Tensor
-    slot: Tensor
     n_pending: Tensor
     """Tokens in the free slot that are to be evicted, 0 or 1: [b] of int64."""
     count: Tensor | None
@@ -63,28 +64,37 @@ class DecodeState:
         exact = accumulation_dtype(dtype)
         position = states[0].position.clone()
         n_head, window_len = states[0].v.shape[1:3]
-        slots = torch.arange(window_len + 1, device=position.device)
-        is_filled = slots > window_len - position.unsqueeze(-1)  # [b, L + 1]; slot 0 is free
+        n = window_len + 1
+        # Slot j % n holds token j; column 0 of a padded window is for the free slot.
+        columns = (torch.arange(n, device=position.device) - position.unsqueeze(-1)) % n  # [b, n]
+
+        def in_slots(x: Tensor) -> Tensor:
+            """Return a window by slots. x: [b, h, L, d] -> [r, n, d]."""
+            rows = torch.arange(len(x), device=x.device).unsqueeze(-1)
+            padded = F.pad(x.transpose(1, 2), (0, 0, 0, 0, 1, 0))  # [b, n, h, d]
+            return padded[rows, columns].transpose(1, 2).flatten(0, 1)
+
+        is_filled = columns > window_len - position.unsqueeze(-1)
         in_window = is_filled.to(exact).repeat_interleave(n_head, 0).repeat(len(states), 1)
-        values = [F.pad(state.v, (0, 0, 1, 0)).to(dtype) for state in states]
+        values = [in_slots(state.v).to(dtype) for state in states]
         count, mean, n_tokens = None, None, in_window
         caches = [state.cache for state in states if state.cache is not None]
         if caches:
             count = torch.cat([x.count.flatten(0, 1) for x in caches])
             n_tokens = torch.cat([in_window, count.to(exact)], dim=-1)
-            pairs = zip(values, caches, strict=True)
-            values = [torch.cat([x, cache.mean.to(dtype)], dim=-2) for x, cache in pairs]
+            means = [x.mean.flatten(0, 1) for x in caches]
+            pairs = zip(values, means, strict=True)
+            values = [torch.cat([x, y.to(dtype)], dim=-2) for x, y in pairs]
             if exact != dtype:
-                mean = tuple(x.mean.flatten(0, 1).clone() for x in caches)
+                mean = tuple(x.clone() for x in means)
         keys = None
         if not _are_codewords(states, codebooks):
-            keys = tuple(F.pad(state.k, (0, 0, 1, 0)).flatten(0, 1) for state in states)
+            keys = tuple(in_slots(state.k) for state in states)
         return cls(
-            values=tuple(x.flatten(0, 1) for x in values),
-            z=tuple(F.pad(_codes(state), (1, 0)).flatten(0, 1) for state in states),
+            values=tuple(values),
+            z=tuple(in_slots(_codes(state).unsqueeze(-1)).squeeze(-1) for state in states),
             log_count=n_tokens.log(),
             position=position,
-            slot=torch.zeros(1, dtype=torch.int64, device=position.device),
             n_pending=torch.zeros_like(position),
             count=count,
             mean=mean,
@@ -94,6 +104,12 @@ class DecodeState:
     @property
     def n_slots(self) -> int:
         return self.z[0].shape[-1]
+
+    @property
+    def slot(self) -> Tensor:
+        """The free slot for the next token: [r, 1]."""
+        n_head = len(self.z[0]) // len(self.position)
+        return (self.position % self.n_slots).repeat_interleave(n_head).unsqueeze(-1)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors; they stay at their addresses."""
@@ -108,52 +124,43 @@ class DecodeState:
         new = DecodeState.of(states, codebooks, self.values[0].dtype)
         if (new.k is None) != (self.k is None):
             raise ValueError("the keys in the window are codewords in some rows only")
-        n_layer, n_head, n = len(states), len(new.z[0]), self.n_slots
+        n_head = len(new.z[0])
         rows = slice(row * n_head, (row + 1) * n_head)
-        order = torch.cat([self.slot, self._order()])  # the new state has its free slot first
-        for i in range(n_layer):
-            self.values[i][rows, :n].index_copy_(1, order, new.values[i][:, :n])
-            self.values[i][rows, n:] = new.values[i][:, n:]
-            self.z[i][rows].index_copy_(1, order, new.z[i])
-            if self.mean is not None and new.mean is not None:
-                self.mean[i][rows] = new.mean[i]
-            if self.k is not None and new.k is not None:
-                self.k[i][rows].index_copy_(1, order, new.k[i])
-        logs, new_logs = (x.log_count.unflatten(0, (n_layer, -1)) for x in (self, new))
-        logs[:, rows, :n].index_copy_(2, order, new_logs[..., :n])
-        logs[:, rows, n:] = new_logs[..., n:]
-        if self.count is not None and new.count is not None:
-            counts = self.count.unflatten(0, (n_layer, -1))
-            counts[:, rows] = new.count.unflatten(0, (n_layer, -1))
+        for name in ("values", "z", "mean", "k"):
+            pairs = zip(getattr(self, name) or (), getattr(new, name) or (), strict=True)
+            for old_part, new_part in pairs:
+                old_part[rows] = new_part
+        for name in ("log_count", "count"):
+            if getattr(self, name) is not None:
+                by_layer = (len(states), -1)
+                old_part = getattr(self, name).unflatten(0, by_layer)
+                old_part[:, rows] = getattr(new, name).unflatten(0, by_layer)
         self.position[row] = new.position[0]
         self.n_pending[row] = 0
 
     def states(self, codebooks: Sequence[Tensor], dtype: torch.dtype) -> tuple[AttentionState, ...]:
         """Return a copy as attention states with this dtype."""
-        order, found = self._order(), []
-        heads = (len(self.position), -1)
+        rows = torch.arange(len(self.z[0]), device=self.position.device).unsqueeze(-1)
+        steps = torch.arange(1, self.n_slots, device=self.position.device)
+        order = rows, (self.slot + steps) % self.n_slots  # from the oldest token to the newest
+        heads, found = (len(self.position), -1), []
         evicted = None if self.count is None else self.evict()
         for i, codebook in enumerate(codebooks):
-            z = self.z[i].index_select(1, order).unflatten(0, heads)
-            v = self.values[i].index_select(1, order).unflatten(0, heads).to(dtype)
+            z = self.z[i][order].unflatten(0, heads)
+            v = self.values[i][order].unflatten(0, heads).to(dtype)
             k = lookup(codebook.to(dtype), z)
             if self.k is not None:
-                k = self.k[i].index_select(1, order).unflatten(0, heads).to(dtype)
+                k = self.k[i][order].unflatten(0, heads).to(dtype)
             state = AttentionState(k, v, self.position.clone(), z)
             k = k.masked_fill(~state.window_valid[:, None, :, None], 0)
             cache = None
             if evicted is not None and self.count is not None:
                 mean, count = self._means(i).clone(), self.count.chunk(len(self.z))[i].clone()
-                rows = torch.arange(len(mean), device=mean.device).unsqueeze(-1)
                 mean[rows, evicted.z[i]] = evicted.cache.mean[i]
                 count[rows, evicted.z[i]] = evicted.cache.count[i]
                 cache = CacheStats(mean.unflatten(0, heads), count.unflatten(0, heads))
             found.append(replace(state, k=k, cache=cache))
         return tuple(found)
-
-    def _order(self) -> Tensor:
-        """Return the slots of the window, from the oldest token to the newest."""
-        return (self.slot + torch.arange(1, self.n_slots, device=self.slot.device)) % self.n_slots
 
     def _means(self, layer: int) -> Tensor:
         return self.values[layer][:, self.n_slots :] if self.mean is None else self.mean[layer]
@@ -162,8 +169,10 @@ class DecodeState:
         """Merge the token in the free slot of every row, if any, with the mean of its code."""
         assert self.count is not None
         n_layer, n_row = len(self.z), len(self.z[0])
-        z = torch.stack([x.index_select(1, self.slot) for x in self.z])  # [n, r, 1]
-        v = torch.stack([x.index_select(1, self.slot) for x in self.values])  # [n, r, 1, v]
+        slot = self.slot
+        z = torch.stack([x.gather(1, slot) for x in self.z])  # [n, r, 1]
+        rows = torch.arange(n_row, device=slot.device).unsqueeze(-1)
+        v = torch.stack([x[rows, slot] for x in self.values])  # [n, r, 1, v]
         place = z.unsqueeze(-1).expand(v.shape)
         mean = torch.stack([self._means(i).gather(1, place[i]) for i in range(n_layer)])
         count = self.count.gather(1, z.flatten(0, 1)).unflatten(0, (n_layer, n_row))
@@ -185,8 +194,8 @@ class Evicted:
 class Step:
     """What all layers share in one step.
 
-    state: that of all layers. slot: [1], that of the token. column: [L + 1], the column of the
-    positional scores for each slot. log_count: [n, r, columns]. rows: [r, 1], all rows.
+    state: that of all layers. slot: [r, 1], that of the token. column: [r, 1, L + 1], the column of
+    the positional scores for each slot. log_count: [n, r, columns]. rows: [r, 1], all rows.
     """
 
     state: DecodeState
@@ -199,10 +208,10 @@ class Step:
     @classmethod
     def start_(cls, state: DecodeState) -> Step:
         """Count the new token and the evicted ones; layers write them in `attend_one_`."""
-        n, slot, device = state.n_slots, state.slot.clone(), state.slot.device
+        n, slot, device = state.n_slots, state.slot, state.position.device
         all_rows = torch.arange(len(state.log_count), device=device).unsqueeze(-1)
         evicted = None
-        column = slot.expand(all_rows.shape)
+        column = slot.repeat(len(state.z), 1)
         log = torch.zeros((), dtype=state.log_count.dtype, device=device).expand(all_rows.shape)
         if state.count is not None:
             evicted = state.evict()
@@ -211,7 +220,6 @@ class Step:
             column = torch.cat([column, n + z], dim=1)
             log = torch.cat([log, count.to(log.dtype).log()], dim=1)
         state.log_count.index_put_((all_rows, column), log)
-        state.slot.copy_((slot + 1) % n)
         state.position.add_(1)
         state.n_pending.copy_(state.position >= n)
         steps = torch.arange(n - 1, 2 * n - 1, device=device)
@@ -219,7 +227,8 @@ class Step:
         return cls(
             state=state,
             slot=slot,
-            column=(steps - slot) % n,  # column j of the positional scores is for distance L - j
+            # Column j of the positional scores is for distance L - j.
+            column=((steps - slot) % n).unsqueeze(1),
             log_count=state.log_count.unflatten(0, (-1, n_row)),
             rows=all_rows[:n_row],
             evicted=evicted,
@@ -248,7 +257,7 @@ def attend_one_(token: Token, layer: int, step: Step) -> Tensor:
     The token is written to the window of the layer, and the evicted one to its cache.
     """
     state = step.state
-    z = state.z[layer].index_copy_(1, step.slot, token.z.view(-1, 1))
+    z = state.z[layer].scatter_(1, step.slot, token.z.view(-1, 1))
     values = _write_(token.v.flatten(0, 1).unsqueeze(1), layer, step)
     of_codes = token.code_scores.flatten(0, 1)  # [r, g, S]
     if state.k is None:
@@ -257,10 +266,12 @@ def attend_one_(token: Token, layer: int, step: Step) -> Tensor:
         assert token.q is not None
         assert token.k_hat is not None
         k_hat = token.k_hat.flatten(0, 1).unsqueeze(1)
-        keys = state.k[layer].index_copy_(1, step.slot, k_hat.to(state.k[layer].dtype))
+        keys = state.k[layer]
+        keys.index_put_((step.rows, step.slot), k_hat.to(keys.dtype))
         window = token.q.flatten(0, 1) @ keys.mT.to(token.q.dtype)
     if token.position_scores is not None:
-        window = window + token.position_scores.flatten(0, 1).index_select(-1, step.column)
+        by_distance = token.position_scores.flatten(0, 1)
+        window = window + by_distance.gather(-1, step.column.expand(by_distance.shape))
     scores = window if step.evicted is None else torch.cat([window, of_codes], dim=-1)
     weights = (scores + step.log_count[layer].unsqueeze(1)).softmax(-1).to(values.dtype)
     # Not bmm: for a single query torch.compile would replace it by a slow loop on the CPU.
@@ -273,12 +284,12 @@ def _write_(v: Tensor, layer: int, step: Step) -> Tensor:
     state = step.state
     values = state.values[layer]
     if step.evicted is None:
-        values.index_copy_(1, step.slot, v.to(values.dtype))
+        values.index_put_((step.rows, step.slot), v.to(values.dtype))
         return values
     z, mean = step.evicted.z[layer], step.evicted.cache.mean[layer]
     if state.mean is not None:
         state.mean[layer].index_put_((step.rows, z), mean)
-    column = torch.cat([step.slot.expand(z.shape), state.n_slots + z], dim=1)
+    column = torch.cat([step.slot, state.n_slots + z], dim=1)
     both = torch.cat([v.to(values.dtype), mean.to(values.dtype)], dim=1)
     values.index_put_((step.rows, column), both)
     return values

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from transformer_vq.training.checkpoint import LoadedRun, load_run
     from transformer_vq.training.evaluate import RunEvaluation, evaluate
     from transformer_vq.training.history import read_history
-    from transformer_vq.training.loop import TrainingResult
     from transformer_vq.training.metrics import read_metrics
+    from transformer_vq.training.result import TrainingResult
     from transformer_vq.training.run import resume, train
 
 __version__ = "0.2.0"
@@ -79,7 +79,7 @@ _MODULES = {
     "progress": "Reporter TerminalReporter",
     "training.checkpoint": "LoadedRun load_run",
     "training.evaluate": "RunEvaluation evaluate",
-    "training.loop": "TrainingResult",
+    "training.result": "TrainingResult",
     "training.history": "read_history",
     "training.metrics": "read_metrics",
     "training.run": "resume train",

@@ -10,11 +10,12 @@ from helpers import tiny_config
 
 from transformer_vq import TransformerVQ
 from transformer_vq.bench import decode, gpt2
-from transformer_vq.bench.cells import in_subprocess, machine, peak_bytes
+from transformer_vq.bench.cells import in_subprocess, machine
 from transformer_vq.bench.decode import Cell, measure
 from transformer_vq.bench.plots import plot_record
 from transformer_vq.cli.main import main
 from transformer_vq.errors import MissingExtraError
+from transformer_vq.memory_use import peak_bytes
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,7 @@
-"""Host syncs: counted by the line of this package that causes them. Warnings stand in for a GPU."""
+"""Host syncs: counted by the line of this package that causes them.
+
+The tests raise the warnings themselves that PyTorch raises on a GPU.
+"""
 
 import warnings
 

@@ -262,7 +262,7 @@ def test_tokens_may_be_any_sequence_of_integers(convert):
 @pytest.mark.parametrize(
     ("tokens", "options", "message"),
     [
-        ([], {}, "no tokens"),
+        ([], {}, "at least one token"),
         ([3, 17], {}, "token 17 is outside the vocabulary of 17"),
         ([3, -1], {}, "token -1 is outside the vocabulary of 17"),
         ([2**70], {}, "outside the vocabulary"),

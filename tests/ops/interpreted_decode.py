@@ -7,12 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import assert_close, attention_inputs
+from helpers import assert_close, attention_inputs, tiny_model
 from interpreter import detectors
 
+from transformer_vq.generation.decoder import Decoder
+from transformer_vq.ops import decode
 from transformer_vq.ops.blockwise import vq_attention
+from transformer_vq.ops.decode import DecodeState, Step, Token
 from transformer_vq.ops.triton import launch
-from transformer_vq.ops.triton.decode import decode_token_
+from transformer_vq.ops.triton.decode import attend_one_
 
 L = 3
 HEADS = {"shga": (1, 1), "mha": (2, 1), "mqa": (1, 3), "gqa": (2, 2)}
@@ -27,59 +30,75 @@ def _checked(monkeypatch):
         yield
 
 
-def ring_of(state):
-    """Return the tensors that the kernel updates: a ring with a free slot before the window."""
-    pad = torch.nn.functional.pad
-    return {
-        "ring_k": pad(state.k, (0, 0, 1, 0)),
-        "ring_v": pad(state.v, (0, 0, 1, 0)),
-        "ring_z": pad(state.z, (1, 0)),
-        "position": state.position.clone(),
-        "slot": torch.zeros(1, dtype=torch.int64),
-        "mean": None if state.cache is None else state.cache.mean.clone(),
-        "count": None if state.cache is None else state.cache.count.clone(),
-        "arrived": torch.zeros(1, dtype=torch.int32),
-    }
+def copy_of(state, has_keys):
+    """Return a copy that keeps the keys of its window, or none."""
+    copied = {}
+    for name, x in vars(state).items():
+        is_tuple = isinstance(x, tuple)
+        copied[name] = tuple(y.clone() for y in x) if is_tuple else x if x is None else x.clone()
+    return DecodeState(**copied | ({} if has_keys else {"k": None}))
 
 
+def equal_to_the_reference(inputs, start, state, has_keys, dtype=None, has_bias=True):
+    """Decode all tokens from `start` on with both, and compare outputs and states."""
+    codebook = inputs.codebook
+    # Keys of another codebook are kept: all states have them, and the copy below drops them.
+    reference = DecodeState.of([state], [codebook + 1], dtype)
+    reference, state = copy_of(reference, has_keys), copy_of(reference, has_keys)
+    for t in range(start, inputs.z.shape[-1]):
+        q, k_hat, z, v, codebook, by_distance = inputs.part(t, t + 1)
+        q, k_hat, v, by_distance = (x[..., 0, :] for x in (q, k_hat, v, by_distance))
+        bias = by_distance if has_bias else None
+        token = Token(q @ codebook.mT, bias, z[..., 0], v, q, k_hat)
+        want = decode.attend_one_(token, 0, Step.start_(reference))
+        got = attend_one_(token, 0, Step.start_(state))
+        assert got.dtype == want.dtype
+        assert_close("output", got.float(), want.float(), 1e-5 if dtype is None else 1e-2)
+        for a, b in zip(state.tensors(), reference.tensors(), strict=True):
+            if a.dtype == torch.bfloat16:  # the interpreter truncates instead of rounding
+                torch.testing.assert_close(a, b, rtol=2**-7, atol=0)
+            else:
+                assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.parametrize("heads", HEADS)
-def test_decoding_equals_segments_of_one_token(heads, cache):
-    """Rows at different positions; enough tokens for the ring to wrap and tokens to be evicted."""
+def test_decoding_equals_the_reference(heads, cache, has_keys):
+    """Rows at different positions; enough tokens for the slots to wrap and tokens to be evicted."""
     h, g = HEADS[heads]
     n = 9 if heads == "shga" else 3
     sizes = {"h": h, "g": g, "d_v": 20, "block_len": L, "dtype": torch.float32}
     inputs = attention_inputs(4 + n, **sizes)
     _, state = vq_attention(*inputs.part(0, 4), inputs.empty_state(cache), reduction="serial")
     state = state.reset(torch.tensor([False, True]))
-    ring = ring_of(state)
-    for t in range(4, 4 + n):
-        q, k_hat, z, v, codebook, by_distance = inputs.part(t, t + 1)
-        want, state = vq_attention(q, k_hat, z, v, codebook, by_distance, state, reduction="serial")
-        token = (q[..., 0, :], k_hat[..., 0, :], z[..., 0], v[..., 0, :])
-        got = decode_token_(*token, codebook, by_distance[..., 0, :], **ring)
-        assert_close("output", got, want[..., 0, :])
-    order = (ring["slot"] + torch.arange(1, L + 1)) % (L + 1)
-    assert int(ring["slot"]) == n % (L + 1)
-    assert int(ring["arrived"]) == 0
-    assert torch.equal(ring["position"], state.position)
-    filled = state.window_valid[:, None, :, None]
-    for name, x in (("ring_k", state.k), ("ring_v", state.v)):
-        assert torch.equal(ring[name].index_select(-2, order) * filled, x * filled)
-    z = ring["ring_z"].index_select(-1, order)
-    assert torch.equal(z * filled[..., 0], state.z * filled[..., 0])
-    if cache:
-        assert torch.equal(ring["count"], state.cache.count)
-        seen = (state.cache.count > 0).unsqueeze(-1)
-        assert_close("mean", ring["mean"] * seen, state.cache.mean * seen)
+    equal_to_the_reference(inputs, 4, state, has_keys)
 
 
 def test_positional_scores_are_optional():
-    inputs = attention_inputs(5, d_v=20, block_len=L, dtype=torch.float32)
-    q, k_hat, z, v, codebook, _ = inputs.part(0, 4)
-    _, state = vq_attention(q, k_hat, z, v, codebook, None, inputs.empty_state())
-    q, k_hat, z, v, codebook, _ = inputs.part(4, 5)
-    want, _ = vq_attention(q, k_hat, z, v, codebook, None, state, reduction="serial")
-    token = (q[..., 0, :], k_hat[..., 0, :], z[..., 0], v[..., 0, :])
-    got = decode_token_(*token, codebook, None, **ring_of(state))
-    assert_close("output", got, want[..., 0, :])
+    inputs = attention_inputs(6, d_v=20, block_len=L, dtype=torch.float32)
+    equal_to_the_reference(inputs, 0, inputs.empty_state(), has_keys=False, has_bias=False)
+
+
+def test_a_bfloat16_state_keeps_its_means_in_float32():
+    inputs = attention_inputs(10, d_v=20, block_len=L, dtype=torch.float32)
+    inputs = replace(inputs, v=inputs.v.bfloat16().float())
+    equal_to_the_reference(inputs, 0, inputs.empty_state(), has_keys=False, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_decodes_with_the_kernel(compiled, monkeypatch):
+    model = tiny_model(reduction="serial", n_layer=1).float().eval()
+    tokens = torch.randint(17, (2, 9))
+    want = model(tokens).logits[:, 3:]
+    state = model(tokens[:, :3]).state
+    model.set_execution(reduction="triton")
+    step = Decoder(model, state).step
+    if compiled:
+        step = torch.compile(step, backend="aot_eager", fullgraph=True)
+    launches, run = [], launch.run
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "run", lambda call: (launches.append(call), run(call)))
+        got = torch.stack([step(tokens[:, i]) for i in range(3, 9)], 1)
+    assert_close("logits", got, want, 1e-5)
+    assert len(launches) == 6 * len(state.layers)

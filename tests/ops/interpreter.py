@@ -3,8 +3,7 @@
 - Tensors are placed between guards of NaN (or an impossible integer), so that a number read from
   outside spoils the result; guards that were overwritten are an error.
 - The address of every load and store must belong to a tensor of the launch.
-- Programs run in random order, and none may read or write what another one writes, except after an
-  atomic operation.
+- Programs run in random order, and none may read or write what another one writes.
 
 Import this module only where TRITON_INTERPRET=1 is set.
 """
@@ -37,7 +36,6 @@ class Accesses:
     ranges: list[tuple[int, int]]
     order: list[tuple[int, int, int]]
     program: int = -1
-    has_synchronized: bool = False
 
     def __post_init__(self):
         self.reads: list[np.ndarray] = []
@@ -50,7 +48,6 @@ class Accesses:
     def start(self) -> tuple[int, int, int]:
         """Return the index of the next program."""
         self.program += 1
-        self.has_synchronized = False
         return self.order[self.program]
 
     def note(self, pointers, mask, n_bytes: int, is_write: bool) -> None:
@@ -62,7 +59,7 @@ class Accesses:
         if not inside.all():
             kind = "write" if is_write else "read"
             raise OutOfBoundsError(f"{kind} outside of all tensors: {(~inside).sum()} elements")
-        if self.has_synchronized or used.size == 0:
+        if used.size == 0:
             return
         (self.writes if is_write else self.reads).append(used)
         who = np.full(used.shape, self.program)
@@ -104,8 +101,8 @@ def detectors(seed: int = 0, check_accesses: bool = True):
     builder, run = interpreter.interpreter_builder, launch.run
     accesses: Accesses | None = None
     rng = random.Random(seed)
-    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "set_grid_idx")
-    load, store, atomic, set_index = (getattr(builder, name) for name in names)
+    names = ("create_masked_load", "create_masked_store", "set_grid_idx")
+    load, store, set_index = (getattr(builder, name) for name in names)
 
     def checked_load(pointers, mask, *rest):
         n_bytes = pointers.get_element_ty().primitive_bitwidth // 8
@@ -116,12 +113,6 @@ def detectors(seed: int = 0, check_accesses: bool = True):
         n_bytes = pointers.get_element_ty().primitive_bitwidth // 8
         accesses.note(pointers.data, mask.data, n_bytes, is_write=True)
         return store(pointers, value, mask, *rest)
-
-    def checked_atomic(operation, pointers, value, mask, *rest):
-        accesses.has_synchronized = True
-        n_bytes = pointers.get_element_ty().primitive_bitwidth // 8
-        accesses.note(pointers.data, mask.data, n_bytes, is_write=True)
-        return atomic(operation, pointers, value, mask, *rest)
 
     def checked_run(call):
         nonlocal accesses
@@ -155,7 +146,6 @@ def detectors(seed: int = 0, check_accesses: bool = True):
 
     builder.create_masked_load = checked_load
     builder.create_masked_store = checked_store
-    builder.create_atomic_rmw = checked_atomic
     builder.set_grid_idx = lambda *_: set_index(*accesses.start())
     launch.run = checked_run
     try:

@@ -42,6 +42,32 @@ def test_kernels_equal_their_references_in_the_interpreter(module):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_only_inputs_and_one_number_per_query_are_kept_for_the_backward_pass():
+    """No weights, and no copy of the blocks before; at the sizes of the paper, without memory."""
+    pytest.importorskip("triton")
+    from transformer_vq.ops.triton.launch import recording
+
+    b, t, d_k, d_v, n_code, n = 16, 8192, 128, 1536, 512, 512
+    shapes = {"q": (b, 1, 1, t, d_k), "k": (b, 1, t, d_k), "v": (b, 1, t, d_v)}
+    shapes["by_distance"] = (b, 1, 1, t, n + 1)
+    options = {"device": "meta", "dtype": torch.bfloat16}
+    x = {k: torch.empty(shape, **options, requires_grad=True) for k, shape in shapes.items()}
+    z = torch.empty(b, 1, t, device="meta", dtype=torch.int64)
+    codebook = torch.empty(1, n_code, d_k, device="meta")
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with recording(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        vq_attention(x["q"], x["k"], z, x["v"], codebook, x["by_distance"], reduction="triton")
+    n_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    expected = sum(tensor.nbytes for tensor in x.values()) + 4 * b * t
+    window_and_cache = 2 * b * n * (d_k + d_v) + 4 * b * n_code * d_v
+    assert expected <= n_bytes <= expected + 1.1 * window_and_cache
+
+
 def test_a_cpu_without_the_interpreter_is_rejected():
     inputs = attention_inputs(5, dtype=torch.float32)
     with pytest.raises(UserError, match=r"needs a GPU.*cpu"):

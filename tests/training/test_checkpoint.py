@@ -19,7 +19,7 @@ from transformer_vq.training.checkpoint import (
     newest_checkpoint,
     read_config,
 )
-from transformer_vq.training.loop import Progress
+from transformer_vq.training.result import Progress
 from transformer_vq.training.run import train
 
 

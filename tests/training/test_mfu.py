@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import tiny_run
 
+from transformer_vq.memory_use import peak_bytes
 from transformer_vq.parallel.world import World
 from transformer_vq.progress import Task
-from transformer_vq.training.loop import peak_memory
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.mfu import PEAKS, Utilization, peak_rate
 from transformer_vq.training.run import train
@@ -76,7 +76,7 @@ def test_rows_have_peak_memory_and_mfu_where_the_peak_rate_is_known(
     train(config, tmp_path / "run")
     rows = [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"]
     for row in rows:
-        assert 1e7 < row["peak_memory_bytes"] <= peak_memory(torch.device("cpu"))
+        assert 1e7 < row["peak_memory_bytes"] <= peak_bytes(torch.device("cpu"))
         expected = None
         if peak_tflops is not None:
             used = row["tokens_per_second"] * sizes(config).train_flops

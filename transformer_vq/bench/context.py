@@ -18,7 +18,6 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, 
 
 from transformer_vq.bench.cells import (
     OUT_OF_MEMORY,
-    allocated_bytes,
     check_limits,
     limit_memory,
     over_time,
@@ -29,6 +28,7 @@ from transformer_vq.config import ModelConfig, ParallelConfig, RunConfig, TrainC
 from transformer_vq.data.batches import Batch
 from transformer_vq.errors import is_out_of_memory
 from transformer_vq.files import read_json, write_json
+from transformer_vq.memory_use import allocated_bytes
 from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.parallel.context_parallel import Exchange

@@ -24,24 +24,24 @@ from transformer_vq.bench.cells import (
     check_limits,
     in_subprocess,
     machine,
-    peak_bytes,
 )
-from transformer_vq.bench.rates import read_bandwidth
-from transformer_vq.bench.records import (
+from transformer_vq.bench.decode_records import (
     DecodeKind,
     DecodeRecord,
     DecodeRow,
     DecodeTiming,
-    Failure,
     PrefillMemory,
     PrefillRow,
     decode_name,
 )
+from transformer_vq.bench.rates import read_bandwidth
+from transformer_vq.bench.records import Failure
 from transformer_vq.config import AttentionType, ModelConfig, Precision
 from transformer_vq.device import compile_decoding, evaluating
 from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.prefill import Context, run_segments
 from transformer_vq.generation.snapshot import load_context, save_context
+from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import VectorQuantizer
 from transformer_vq.nn.state import ModelState

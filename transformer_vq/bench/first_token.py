@@ -22,7 +22,6 @@ from transformer_vq.bench.cells import (
     check_limits,
     machine,
     median_seconds,
-    peak_bytes_of,
 )
 from transformer_vq.bench.first_token_baseline import baseline_rows
 from transformer_vq.bench.first_token_records import (
@@ -36,6 +35,7 @@ from transformer_vq.bench.serving import connection_to, events, post, serving
 from transformer_vq.data.tokenizers import Tokenizer
 from transformer_vq.device import free_memory
 from transformer_vq.errors import UserError
+from transformer_vq.memory_use import peak_bytes_of
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import Advance, progress_bar
 from transformer_vq.serve.engine import check_servable

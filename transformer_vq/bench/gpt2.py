@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from transformer_vq.bench.cells import median_seconds, peak_bytes, synchronize
+from transformer_vq.bench.cells import median_seconds, synchronize
 from transformer_vq.bench.first_token_records import BaselineTiming
 from transformer_vq.config import ModelConfig
 from transformer_vq.errors import missing_extra
+from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.model import TransformerVQ
 
 HEAD_WIDTH = 64

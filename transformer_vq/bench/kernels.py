@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +21,7 @@ from transformer_vq.bench.kernel_records import KernelDtype, KernelRecord, Kerne
 from transformer_vq.errors import UserError
 from transformer_vq.ops import triton as kernels
 from transformer_vq.ops.blockwise import vq_attention
+from transformer_vq.ops.decode import DecodeState, Step, Token
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 POINTERS = {
@@ -94,7 +95,7 @@ TILE_NAMES = ("ROWS", "COLUMNS", "VALUES", "V")
 
 def _launches(layer: Layer, dtype: torch.dtype) -> list[Any]:
     """Return the launches of a training step on two sequences of four blocks, and of one token."""
-    from transformer_vq.ops.triton.decode import decode_token_
+    from transformer_vq.ops.triton.decode import attend_one_
     from transformer_vq.ops.triton.launch import recording
     from transformer_vq.ops.triton.nearest import nearest_code
 
@@ -122,22 +123,18 @@ def _launches(layer: Layer, dtype: torch.dtype) -> list[Any]:
         assert state.cache is not None
         (output.sum() + state.cache.mean.sum()).backward()
         with torch.no_grad():
-            decode_token_(
-                normal(b, h, g, d_k),
-                normal(b, h, d_k),
-                whole(b, h),
-                normal(b, h, d_v),
-                codebook,
-                normal(b, h, g, window_len + 1),
-                normal(b, h, window_len + 1, d_k),
-                normal(b, h, window_len + 1, d_v),
-                whole(b, h, window_len + 1),
-                whole(b),
-                whole(1),
-                normal(b, h, n_code, d_v, dtype=torch.float32),
-                whole(b, h, n_code),
-                whole(1).int(),
+            exact = torch.float32
+            token = Token(
+                code_scores=normal(b, h, g, n_code, dtype=exact),
+                position_scores=normal(b, h, g, window_len + 1, dtype=exact),
+                z=whole(b, h),
+                v=normal(b, h, d_v),
+                q=normal(b, h, g, d_k, dtype=exact),
+                k_hat=normal(b, h, d_k, dtype=exact),
             )
+            decoding = DecodeState.of([state.detach()], [codebook])
+            for variant in (decoding, replace(decoding, k=None)):
+                attend_one_(token, 0, Step.start_(variant))
     return calls
 
 

@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from transformer_vq.bench.compress_plot import plot_compression
+from transformer_vq.bench.decode_records import DecodeKind, DecodeRecord, DecodeRow
 from transformer_vq.bench.first_token_plot import plot_first_token
 from transformer_vq.bench.recall_plot import plot_recall
 from transformer_vq.bench.records import (
     AblationRecord,
-    DecodeKind,
-    DecodeRecord,
-    DecodeRow,
     ProfileRecord,
     RunsRecord,
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from transformer_vq.bench.cells import peak_bytes, synchronize
+from transformer_vq.bench.cells import synchronize
 from transformer_vq.bench.defaults import Shape
 from transformer_vq.bench.records import StepAttention, StepKind, StepTiming, step_kind
 from transformer_vq.bench.sdpa import SdpaTransformer, sdpa_flops_per_token
@@ -22,6 +22,7 @@ from transformer_vq.data.batches import Batch, TrainingBatches
 from transformer_vq.data.corpus import prepare
 from transformer_vq.device import find_device, total_memory
 from transformer_vq.errors import UserError
+from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.training.memory import choose_accumulation
 from transformer_vq.training.run import training_batches

@@ -20,8 +20,10 @@ from transformer_vq.doctor.attention import (
     TRITON,
     Solved,
     check_path,
+    decoded,
     precisions,
     solve,
+    token_by_token,
     why_no_triton,
 )
 from transformer_vq.doctor.findings import Check, Repeat, check
@@ -95,11 +97,16 @@ def compiled_decoder(sizes: Sizes, device: torch.device) -> Findings:
 
 def triton(sizes: Sizes, device: torch.device) -> Findings:
     """Check the Triton kernels in all precisions, and repeat a training step with them."""
+    from transformer_vq.ops.triton.decode import attend_one_
+
     path = partial(linear_time, reduction=TRITON)
-    found: Findings = [
-        check_path(TRITON, path, partial(solve, sizes, precision.dtype), precision, device)
-        for precision in precisions(device)
-    ]
+    decode = partial(token_by_token, attend=attend_one_)
+    found: Findings = []
+    for precision in precisions(device):
+        solved = partial(solve, sizes, precision.dtype)
+        found.append(check_path(TRITON, path, solved, precision, device))
+        without_gradients = partial(decoded, solved)
+        found.append(check_path(f"decode, {TRITON}", decode, without_gradients, precision, device))
     return [*found, repeat(f"training step, {TRITON}", sizes, device, TRITON)]
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from transformer_vq.bench import decode
-from transformer_vq.bench.cells import in_subprocess, peak_bytes
+from transformer_vq.bench.cells import in_subprocess
 from transformer_vq.bench.rates import matmul_rates
 from transformer_vq.bench.steps import Cell, timed_steps
 from transformer_vq.config import ModelConfig, Precision
 from transformer_vq.doctor.findings import explain
+from transformer_vq.memory_use import peak_bytes
 
 STEP_SECONDS = 20.0  # after which no further training step is started
 TIME_LIMIT = 120.0  # seconds per subprocess

@@ -8,7 +8,7 @@ grow, so every token costs the same; full attention preallocates memory for the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import torch
@@ -101,6 +101,7 @@ class _VQLayer:
     @torch.no_grad()
     def __init__(self, attention: VQAttention, state: AttentionState, number: int) -> None:
         self.attention, self.number = attention, number
+        self.attend_one_ = _attend_on(attention)
         a = attention
         exact = accumulation_dtype(a.u.dtype)
         self.n_code = a.quantizer.codebook.shape[1]
@@ -154,7 +155,7 @@ class _VQLayer:
         is_autocast = torch.is_autocast_enabled(x.device.type)
         with full_precision(x.device) if is_autocast else nullcontext():
             token = self._token(qk.to(self.table.dtype), v, needs_keys=step.state.k is not None)
-            wv = attend_one_(token, self.number, step).flatten(1)
+            wv = self.attend_one_(token, self.number, step).flatten(1)
         if gate is not None:
             wv = wv.to(gate.dtype) * gate
         output: Tensor = a.o_proj(wv.to(v.dtype))
@@ -194,6 +195,18 @@ class _VQLayer:
             return Token(code_scores, position_scores, z, v)
         q = unit[:, :, :-1] * k**0.25 + self.u
         return Token(code_scores, position_scores, z, v, q, lookup(self.codebook, z))
+
+
+def _attend_on(attention: VQAttention) -> Callable[[Token, int, Step], Tensor]:
+    """Return the implementation for the reduction of a layer."""
+    if attention.reduction != "triton":
+        return attend_one_
+    from transformer_vq.ops import triton
+
+    triton.check_device(attention.u.device)
+    from transformer_vq.ops.triton import decode
+
+    return decode.attend_one_
 
 
 def _floor(width: int, like: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def _token_ids(tokens: Sequence[int], vocab_size: int) -> Tensor:
             "tokens must be a sequence of token ids; use tokenizer.encode(text) for text"
         ) from error
     if not ids:
-        raise UserError("there are no tokens to inspect; start with the tokenizer's bos")
+        raise UserError("tokens: must have at least one token; start with the tokenizer's bos")
     for token in (min(ids), max(ids)):
         if not 0 <= token < vocab_size:
             raise UserError(

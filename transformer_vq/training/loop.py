@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpus import Corpus
 from transformer_vq.errors import TrainingError
 from transformer_vq.evaluation import score
+from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import CodebookHealth, NotFiniteError
 from transformer_vq.progress import info, progress_bar, short, warn
@@ -31,58 +30,11 @@ from transformer_vq.training.checkpoint import (
 from transformer_vq.training.metrics import MetricsLog, metrics_log
 from transformer_vq.training.mfu import Utilization
 from transformer_vq.training.optim import decay_start
+from transformer_vq.training.result import Progress, TrainingResult
 from transformer_vq.training.signals import StopRequest
 from transformer_vq.training.step import StepResult, Trainer
 from transformer_vq.training.unread import NotFiniteStepError
 from transformer_vq.transfer import HostCopy
-
-
-@dataclass(frozen=True)
-class Progress:
-    """The progress of a run, as stored in its checkpoints."""
-
-    step: int = 0
-    """Number of completed steps."""
-    validated_at: int = 0
-    """Step of the last validation; 0 before the first one."""
-    best_loss: float = math.inf
-    """Lowest validation loss, in nats per token."""
-    best_bits_per_byte: float = math.inf
-    """The same loss in bits per byte; infinite if the checkpoint does not contain it."""
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> Progress:
-        """Return the progress of a run at a checkpoint."""
-        metadata = checkpoint.metadata
-        best_loss, best_bits = metadata["best_loss"], metadata.get("best_bits_per_byte")
-        return cls(
-            checkpoint.step,
-            metadata["validated_at"],
-            math.inf if best_loss is None else best_loss,
-            math.inf if best_bits is None else best_bits,
-        )
-
-    def is_finished(self, config: RunConfig) -> bool:
-        """Return whether all steps of a run and its last validation are done."""
-        return self.step == self.validated_at == config.train.steps
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """The result of `train` or `resume`."""
-
-    run: Path
-    """The run folder."""
-    step: int
-    """Number of completed steps."""
-    finished: bool
-    """Whether all steps and the last validation are done."""
-    stopped_by: int | None
-    """Number of the signal that stopped the run, on any rank; None if it finished."""
-    best_loss: float
-    """Lowest validation loss since the start of the run, in nats per token."""
-    best_bits_per_byte: float = math.inf
-    """The same loss in bits per byte; infinite before the first validation."""
 
 
 class TrainingLoop:
@@ -204,7 +156,7 @@ class TrainingLoop:
                 tokens_per_second=result.tokens / seconds,
                 **codes,
             )
-        speed, memory = result.tokens / seconds, peak_memory(self.trainer.world.device)
+        speed, memory = result.tokens / seconds, peak_bytes(self.trainer.world.device)
         self._note = (
             f"{bits:.3f} bits/byte, {short(speed)} tok/s, {memory / 1e9:.1f} GB{self._codes_note}"
         )
@@ -319,15 +271,7 @@ class TrainingLoop:
         mfu = self.utilization.mfu(tokens_per_second)
         if mfu is not None:
             self._mfu_note = f", {mfu:.0%} MFU"
-        return {"peak_memory_bytes": peak_memory(self.trainer.world.device), "mfu": mfu}
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the peak memory of this process in bytes, on the GPU if the device is one."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+        return {"peak_memory_bytes": peak_bytes(self.trainer.world.device), "mfu": mfu}
 
 
 def _finite(x: float) -> float | None:

@@ -2,7 +2,7 @@
 
 FLOPs are those of `flops_per_token`: three forward passes, without recomputation. Peak rates are
 the figures of the vendors' data sheets for dense matrix products with float32 accumulation; real
-products reach less. There is no MFU where the peak rate is not known.
+products reach less. The MFU of other devices is unknown.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def peak_rate(name: str, precision: Precision, tf32: bool = False) -> float | No
 class Utilization:
     """Computes the MFU of a run from its speed.
 
-    `train.peak_tflops` replaces the figure of the vendor. Without either, there is no MFU.
+    `train.peak_tflops` replaces the figure of the vendor. Without either, the MFU is unknown.
     """
 
     def __init__(self, config: RunConfig, world: World) -> None:

@@ -43,10 +43,11 @@ from transformer_vq.training.initial import (
     initial_model,
     with_initial_tokenizer,
 )
-from transformer_vq.training.loop import Progress, TrainingLoop, TrainingResult
+from transformer_vq.training.loop import TrainingLoop
 from transformer_vq.training.memory import check_memory, choose_accumulation, memory_per_process
 from transformer_vq.training.metrics import check_loggers, rewind
 from transformer_vq.training.packaged import find_run, is_packaged
+from transformer_vq.training.result import Progress, TrainingResult
 from transformer_vq.training.step import Trainer
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from transformer_vq.bench.records import DecodeKind
+from transformer_vq.bench.decode_records import DecodeKind
 from transformer_vq.cli.arguments import MAX_ROWS, UsageError, check_range, find_preset
 from transformer_vq.cli.bench.common import MAX_TOKENS, Out, parse_with_output, print_result
 from transformer_vq.cli.options import Device, Json, Overwrite

@@ -1,8 +1,9 @@
 """GPU kernels in Triton, behind `reduction="triton"` only; each equals a function of `ops`.
 
 The kernels are in `kernels/`, one file per idea. The modules next to this one launch them:
-`attention` for segments, `nearest` for codes and `decode` for one token. Nothing here is imported
-unless asked for. docs/concepts/kernels.md lists what was verified and what was not.
+`attention` for segments (with `cache` and `blocks`), `nearest` for codes, `decode` for one token.
+Nothing here is imported unless asked for. docs/concepts/kernels.md lists what was verified and what
+was not.
 """
 
 from __future__ import annotations

@@ -23,16 +23,14 @@ from transformer_vq.ops.precision import full_precision
 from transformer_vq.ops.ragged import Eviction
 from transformer_vq.ops.state import AttentionState
 from transformer_vq.ops.triton.blocks import (
-    Prefix,
-    Segment,
     block_lse,
     block_weights,
     flash_blocks,
-    prefix,
-    prefix_gradient,
     softmax_backward_,
 )
+from transformer_vq.ops.triton.cache import prefix, prefix_gradient
 from transformer_vq.ops.triton.launch import DTYPES
+from transformer_vq.ops.triton.segment import Prefix, Segment
 
 MAX_FLASH = 128  # widest values for one kernel: its output stays in registers
 
@@ -73,15 +71,13 @@ def attend_blocks(
         has_documents=packing is not None,
         grad_through_cache=grad_through_cache and mean is not None,
     )
-    k_prev = shift_in(state.k.to(v.dtype), inputs.k_hat.to(v.dtype), n_blocks, dim=-2)
-    v_prev = shift_in(state.v.to(v.dtype), v, n_blocks, dim=-2)
     output, mean, count = _Attention.apply(  # type: ignore[no-untyped-call]
         inputs.q.to(v.dtype).flatten(0, 1).contiguous(),
         inputs.k_hat.to(v.dtype).flatten(0, 1).contiguous(),
         v.flatten(0, 1).contiguous(),
         None if by_distance is None else by_distance.flatten(0, 1).contiguous(),
-        k_prev.flatten(0, 1).unflatten(1, blocks).contiguous(),
-        v_prev.flatten(0, 1).unflatten(1, blocks).contiguous(),
+        state.k.to(v.dtype).flatten(0, 1).contiguous(),
+        state.v.to(v.dtype).flatten(0, 1).contiguous(),
         mean,
         segment,
     )
@@ -92,8 +88,8 @@ def attend_blocks(
 
 
 class _Attention(torch.autograd.Function):
-    """q: [B, g, t, k], k: [B, t, k], v: [B, t, v], by_distance: [B, g, t, L + 1], k_prev:
-    [B, r, L, k], v_prev: [B, r, L, v], mean: [B, s, v] -> [B, g, t, v], mean and count after."""
+    """q: [B, g, t, k], k: [B, t, k], v: [B, t, v], by_distance: [B, g, t, L + 1], k_window:
+    [B, L, k], v_window: [B, L, v], mean: [B, s, v] -> [B, g, t, v], mean and count after."""
 
     @staticmethod
     def forward(
@@ -102,12 +98,13 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         by_distance: Tensor | None,
-        k_prev: Tensor,
-        v_prev: Tensor,
+        k_window: Tensor,
+        v_window: Tensor,
         mean: Tensor | None,
         segment: Segment,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.segment = segment
+        k_prev, v_prev = _previous(k_window, k, segment), _previous(v_window, v, segment)
         before = None if mean is None else prefix(segment, v_prev, mean)
         counts = segment.count if before is None else before.counts
         if v.shape[-1] == q.shape[-1] <= MAX_FLASH:
@@ -116,7 +113,7 @@ class _Attention(torch.autograd.Function):
             lse = block_lse(segment, q, k_prev, k, by_distance, counts)
             w = block_weights(segment, q, k_prev, k, by_distance, counts, lse)
             out = _from_blocks(_weighted_values(w, segment, v_prev, v, before), segment)
-        ctx.save_for_backward(q, k, v, by_distance, k_prev, v_prev, mean, lse)
+        ctx.save_for_backward(q, k, v, by_distance, k_window, v_window, mean, lse)
         count = segment.count if before is None else before.counts[:, -1].contiguous()
         ctx.mark_non_differentiable(count)
         return out, None if before is None else before.after, count
@@ -127,7 +124,8 @@ class _Attention(torch.autograd.Function):
         ctx: Any, d_out: Tensor, d_after: Tensor | None, d_count: None
     ) -> tuple[Tensor | None, ...]:
         segment: Segment = ctx.segment
-        q, k, v, by_distance, k_prev, v_prev, mean, lse = ctx.saved_tensors
+        q, k, v, by_distance, k_window, v_window, mean, lse = ctx.saved_tensors
+        k_prev, v_prev = _previous(k_window, k, segment), _previous(v_window, v, segment)
         before = None if mean is None else prefix(segment, v_prev, mean)
         counts = segment.count if before is None else before.counts
         w = block_weights(segment, q, k_prev, k, by_distance, counts, lse)
@@ -156,16 +154,24 @@ class _Attention(torch.autograd.Function):
                 code = segment.codebook.repeat_interleave(segment.n_blocks, 0)
                 d_q.baddbmm_(d_cache, code.repeat(n_repeats, 1, 1))
             d_k_prev, d_k = torch.bmm(d_prev.mT, q_rows), torch.bmm(d_own.mT, q_rows)
-        return (
-            _from_blocks(d_q, segment),
-            d_k.view_as(k),
-            d_v.view_as(v),
-            d_by_distance,
-            d_k_prev.view_as(k_prev),
-            d_v_prev.view_as(v_prev),
-            d_mean,
-            None,
-        )
+        d_k, d_k_window = _gradients(d_k_prev, d_k.view_as(k), k_window)
+        d_v, d_v_window = _gradients(d_v_prev, d_v.view_as(v), v_window)
+        d_q = _from_blocks(d_q, segment)
+        return d_q, d_k, d_v, d_by_distance, d_k_window, d_v_window, d_mean, None
+
+
+def _previous(window: Tensor, x: Tensor, segment: Segment) -> Tensor:
+    """Return the block before each block. window: [B, L, x], x: [B, t, x] -> [B, r, L, x]."""
+    before = shift_in(window, x, segment.n_blocks, dim=1)
+    return before.contiguous().view(len(x), segment.n_blocks, -1, x.shape[-1])
+
+
+def _gradients(d_previous: Tensor, d_x: Tensor, window: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and of the window; d_x has only that of the blocks themselves."""
+    d_before = d_previous.view(len(window), -1, window.shape[-1])
+    n = window.shape[1]
+    d_x[:, : d_before.shape[1] - n] += d_before[:, n:]
+    return d_x, d_before[:, :n]
 
 
 def _weighted_values(

@@ -1,155 +1,15 @@
-"""Launch the kernels for blocks of queries; shapes as in `kernels`, B = b * h."""
+"""Launch the kernels for attention within blocks; shapes as in `kernels`, B = b * h."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_vq.ops.triton.kernels import cache, flash, weights
+from transformer_vq.ops.triton.kernels import flash, weights
 from transformer_vq.ops.triton.launch import Tiles, dot_constants, fit, launch, n_tiles, tiles_of
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Everything that has no gradient.
-
-    codebook: [h, s, k], count: [B, s] before the segment (s = 0 without a cache), codes:
-    [B, r, L] of the previous blocks, counted: [b, r, i] of uint8, carry: [b, r] for documents,
-    start: [b, t], before which a query attends to nothing. The cache before `start` is masked only
-    with has_documents; without, its counts decide.
-    """
-
-    n_blocks: int
-    n_query: int
-    n_head: int
-    codebook: Tensor
-    count: Tensor
-    codes: Tensor
-    counted: Tensor
-    carry: Tensor | None
-    start: Tensor
-    has_documents: bool
-    grad_through_cache: bool
-
-    @property
-    def n_code(self) -> int:
-        return self.count.shape[-1]
-
-    @property
-    def window_len(self) -> int:
-        return self.codes.shape[-1]
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """means: [B, r, s, v] before each block, counts: [B, r + 1, s], after: [B, s, v] mean."""
-
-    means: Tensor
-    counts: Tensor
-    after: Tensor
-
-
-def prefix(segment: Segment, v_prev: Tensor, mean: Tensor) -> Prefix:
-    """Return the cache before each block. v_prev: [B, r, L, v], mean: [B, s, v]."""
-    n_rows, n_code, d_v = mean.shape
-    means = v_prev.new_empty(n_rows, segment.n_blocks, n_code, d_v)
-    counts = segment.count.new_empty(n_rows, segment.n_blocks + 1, n_code)
-    after = torch.empty_like(mean)
-    tiles = tiles_of("cache_prefix", v_prev.dtype)
-    rows, values = fit(n_code, tiles.rows), fit(d_v, tiles.values)
-    launch(
-        cache.cache_prefix,
-        (n_tiles(d_v, values), n_tiles(n_code, rows), n_rows),
-        {
-            "z": segment.codes,
-            "v": v_prev,
-            "counted": segment.counted,
-            "carry": segment.codes if segment.carry is None else segment.carry,
-            "mean": mean,
-            "count": segment.count,
-            "means": means,
-            "counts": counts,
-            "mean_after": after,
-            "n_blocks": segment.n_blocks,
-            "n_query": segment.n_query,
-            "n_head": segment.n_head,
-            "d_v": d_v,
-        },
-        {
-            "L": segment.window_len,
-            "S": n_code,
-            "ROWS": rows,
-            "COLUMNS": fit(segment.n_query, tiles.columns),
-            "VALUES": values,
-            "HAS_CARRY": segment.carry is not None,
-            **dot_constants(v_prev.dtype, exact=True),
-        },
-        tiles,
-    )
-    return Prefix(means, counts, after)
-
-
-def prefix_gradient(
-    segment: Segment,
-    d_means: Tensor,
-    counts: Tensor,
-    d_after: Tensor | None,
-    d_v_prev: Tensor,
-) -> Tensor:
-    """Add the gradient of evicted values to d_v_prev; return that of the mean before the segment.
-
-    d_means: [B, r, s, v], d_after: [B, s, v] -> [B, s, v].
-    """
-    n_rows, n_blocks, n_code, d_v = d_means.shape
-    sums = torch.empty_like(d_means, dtype=torch.float32)
-    d_mean = sums.new_empty(n_rows, n_code, d_v)
-    tiles = tiles_of("cache_suffix", d_means.dtype)
-    rows, values = fit(n_code, tiles.rows), fit(d_v, tiles.values)
-    launch(
-        cache.cache_suffix,
-        (n_tiles(d_v, values), n_tiles(n_code, rows), n_rows),
-        {
-            "d_means": d_means,
-            "counts": counts,
-            "carry": counts if segment.carry is None else segment.carry,
-            "d_after": d_means if d_after is None else d_after.contiguous(),
-            "sums": sums,
-            "d_mean": d_mean,
-            "n_blocks": n_blocks,
-            "n_head": segment.n_head,
-            "d_v": d_v,
-        },
-        {
-            "S": n_code,
-            "ROWS": rows,
-            "VALUES": values,
-            "HAS_CARRY": segment.carry is not None,
-            "HAS_AFTER": d_after is not None,
-        },
-        tiles,
-    )
-    tiles = tiles_of("evicted_gradient", d_v_prev.dtype)
-    rows, values = fit(segment.n_query, tiles.rows), fit(d_v, tiles.values)
-    launch(
-        cache.evicted_gradient,
-        (n_tiles(d_v, values), n_tiles(segment.n_query, rows), n_rows * n_blocks),
-        {
-            "sums": sums,
-            "z": segment.codes,
-            "counted": segment.counted,
-            "d_v_prev": d_v_prev,
-            "n_blocks": n_blocks,
-            "n_query": segment.n_query,
-            "n_head": segment.n_head,
-            "d_v": d_v,
-        },
-        {"L": segment.window_len, "S": n_code, "ROWS": rows, "VALUES": values},
-        tiles,
-    )
-    return d_mean
+from transformer_vq.ops.triton.segment import Prefix, Segment
 
 
 def _attention_arguments(

@@ -168,12 +168,16 @@ def test_machine_names_the_cpu():
     assert found["processor"]
 
 
-def test_shares_relate_to_the_best_bandwidth_of_a_record():
-    rows = [
-        {"share_of_bandwidth": 0.5, "read_bandwidth": 2e9},
-        {"share_of_bandwidth": 0.5, "read_bandwidth": 4e9},
-        {"failed": "out of memory"},
-    ]
-    decode._use_best_bandwidth(rows)
-    assert [row.get("share_of_bandwidth") for row in rows] == [0.25, 0.5, None]
-    assert rows[0]["read_bandwidth"] == 4e9
+def test_share_is_the_median_of_rounds_of_steps_and_bandwidth(monkeypatch, tmp_path):
+    seconds, rates = iter([1.0, 4.0, 2.0]), iter([40.0, 30.0, 20.0])
+    monkeypatch.setattr(decode, "ROUNDS", 3)
+    monkeypatch.setattr(decode, "best_seconds", lambda *_, **__: next(seconds))
+    monkeypatch.setattr(decode, "read_bandwidth", lambda *_, **__: next(rates))
+    prepared = decode.Prepared(lambda: None, state_bytes=15, weight_bytes=5)
+    monkeypatch.setattr(decode, "_prepare", lambda *_: prepared)
+    cell = decode.Cell("vq", context=8, batch=2)
+    found = decode.measure(tiny_config(), cell, torch.device("cpu"), tmp_path)
+    assert found["share_of_bandwidth"] == 0.5  # of 0.5, 1/6 and 0.5
+    assert found["read_bandwidth"] == 30.0
+    assert found["ms_per_step"] == 1e3
+    assert found["tokens_per_second"] == 2.0

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -48,7 +49,7 @@ from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.state import AttentionState
 from transformer_vq.progress import progress_bar
 
-ROUNDS = 5
+ROUNDS = 9
 MAX_STEPS = 64  # per round
 
 
@@ -116,7 +117,6 @@ def run(
             )
             prefill_rows.append({"context": n_tokens, **memory})
             advance(1, note=f"prefill of {n_tokens:,} tokens")
-    _use_best_bandwidth(rows)
     return {
         "what": f"decoding, {gpt2.n_parameters(config):,} parameters, float32",
         "machine": machine(device),
@@ -124,15 +124,6 @@ def run(
         "decode": rows,
         "reading": prefill_rows,
     }
-
-
-def _use_best_bandwidth(rows: Sequence[DecodeRow]) -> None:
-    """Relate all rows to the largest bandwidth; other work may disturb the measurement of one."""
-    best = max((row.get("read_bandwidth", 0.0) for row in rows), default=0.0)
-    for row in rows:
-        if "share_of_bandwidth" in row and "read_bandwidth" in row:
-            row["share_of_bandwidth"] *= row["read_bandwidth"] / best
-            row["read_bandwidth"] = best
 
 
 def _cells(
@@ -168,21 +159,25 @@ def measure(config: ModelConfig, cell: Cell, device: torch.device, folder: Path)
     folder: stores the contexts of the VQ model; a context is computed if it is not there.
     """
     torch.manual_seed(0)
-    room = 2 + ROUNDS * MAX_STEPS
+    room = ROUNDS * (2 + MAX_STEPS)
     with torch.device(device):
         if cell.kind == "gpt2":
             prepared = _prepare_gpt2(config, cell, room)
         else:
             prepared = _prepare(config, cell, room, folder)
-    seconds = best_seconds(prepared.step, rounds=ROUNDS, max_steps=MAX_STEPS, device=device)
+    rounds = []  # seconds of a step, and the bandwidth right after it
+    for _ in range(ROUNDS):
+        seconds = best_seconds(prepared.step, rounds=1, max_steps=MAX_STEPS, device=device)
+        rounds.append((seconds, read_bandwidth(device, repeats=5)))
+    best = min(seconds for seconds, _ in rounds)
     n_bytes = prepared.weight_bytes + prepared.state_bytes
-    bandwidth = read_bandwidth(device)
     return {
-        "ms_per_step": 1e3 * seconds,
-        "tokens_per_second": cell.batch / seconds,
+        "ms_per_step": 1e3 * best,
+        "tokens_per_second": cell.batch / best,
         "state_bytes": prepared.state_bytes,
-        "share_of_bandwidth": n_bytes / seconds / bandwidth,
-        "read_bandwidth": bandwidth,
+        # Other work slows both down, so that the quotient of a round changes least.
+        "share_of_bandwidth": median(n_bytes / seconds / rate for seconds, rate in rounds),
+        "read_bandwidth": median(rate for _, rate in rounds),
     }
 
 

@@ -18,9 +18,10 @@ class DecodeTiming(TypedDict):
     tokens_per_second: float
     state_bytes: int
     share_of_bandwidth: float
-    """Bytes of weights and state, over what the memory could deliver in the time of the step."""
+    """Bytes of weights and state, over what the memory could deliver in the time of the step; the
+    median of several rounds of both."""
     read_bandwidth: float
-    """Bytes per second that a large matrix-vector product reads, the best of the record."""
+    """Bytes per second that a large matrix-vector product reads, the median of the rounds."""
 
 
 class DecodeRow(TypedDict):

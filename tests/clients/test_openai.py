@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -165,14 +166,51 @@ def test_sigterm_ends_requests_within_the_deadline(run, tmp_path):
     assert time.monotonic() - start < 30
 
 
-def test_killed_server_loses_no_stored_context(run, tmp_path):
+def test_server_killed_under_load_loses_no_stored_context(run, tmp_path):
     server = Served(run, tmp_path)
-    created = server.client.post("/contexts", cast_to=object, body={"text": "A document."})
     body = {"model": "small", "prompt": "", "max_tokens": 9, "seed": 2}
-    extra = {"context": created["id"]}
-    want = server.client.completions.create(**body, extra_body=extra).choices[0].text
+    contexts, texts, errors = [], [], []
+
+    def generate():
+        try:
+            for _ in server.client.completions.create(
+                model="small", prompt="x", max_tokens=60_000, stream=True
+            ):
+                pass
+        except Exception as error:  # of the client or of its HTTP library
+            errors.append(error)
+
+    def upload():
+        try:
+            while True:
+                text = f"Document {len(contexts)}. " * 50
+                contexts.append(
+                    server.client.post("/contexts", cast_to=object, body={"text": text})
+                )
+                extra = {"context": contexts[-1]["id"]}
+                found = server.client.completions.create(**body, extra_body=extra)
+                texts.append(found.choices[0].text)
+        except Exception as error:  # of the client or of its HTTP library
+            errors.append(error)
+
+    threads = [threading.Thread(target=x, daemon=True) for x in (generate, generate, upload)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 60
+    while len(texts) < 5 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    server.process.kill()  # while texts are generated and contexts are written
+    for thread in threads:
+        thread.join()
     server.stop(signal.SIGKILL)
+    assert len(errors) == 3
+    assert len(texts) >= 5
     server = Served(run, tmp_path)
-    assert server.client.get("/contexts", cast_to=object)["data"] == [created]
-    assert server.client.completions.create(**body, extra_body=extra).choices[0].text == want
+    listed = {x["id"]: x for x in server.client.get("/contexts", cast_to=object)["data"]}
+    for created in contexts:
+        assert listed[created["id"]] == created
+    for created, want in zip(contexts, texts, strict=False):
+        extra = {"context": created["id"]}
+        got = server.client.completions.create(**body, extra_body=extra).choices[0].text
+        assert got == want
     server.stop()

@@ -41,7 +41,7 @@ TILES: dict[str, tuple[Tiles, Tiles]] = {
     "block_weights": (Tiles(64, 64), Tiles(32, 32)),
     "softmax_backward": (Tiles(16, 256), Tiles(16, 128)),
     "flash_blocks": (Tiles(64, 32, warps=8), Tiles(16, 16)),
-    "decode_token": (Tiles(16, 32, 128), Tiles(16, 16, 64, warps=8)),
+    "decode_token": (Tiles(16, 16, 128), Tiles(16, 16, 128)),
 }
 
 

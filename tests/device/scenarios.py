@@ -19,12 +19,17 @@ from fake_device import DEVICE, FakeDevice
 from transformer_vq.config import DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpus import Split, SplitSize
+from transformer_vq.data.tokenizers import ByteTokenizer
 from transformer_vq.evaluation import score
 from transformer_vq.generation.decode import stream
 from transformer_vq.generation.prefill import prefill
 from transformer_vq.generation.sampling import Sampling
+from transformer_vq.generation.snapshot import Snapshots
 from transformer_vq.nn import layers
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.serve.engine import Engine
+from transformer_vq.serve.prefixes import PrefixStore
+from transformer_vq.serve.requests import Request
 from transformer_vq.training import loop
 from transformer_vq.training.step import StepResult, Trainer
 
@@ -84,6 +89,19 @@ def decoding(rules: Sampling | None = None, **model: Any) -> None:
     context = prefill(built, [[1] * 12, [2] * 7])
     with replaced(sys.modules["transformer_vq.generation.decode"], "CHUNK", 2):
         list(stream(built, context, 3, rules or Sampling(temperature=0), seed=0, stop_tokens=[5]))
+
+
+def serving() -> None:
+    """Generate two texts with different rules; the second one joins later."""
+    model = new_model(vocab_size=256)
+    engine = Engine(model, ByteTokenizer(), PrefixStore(Snapshots(model), 10**6), n_slots=3)
+    rules = (Sampling(temperature=0.9), Sampling(temperature=0.7, top_p=0.9, top_k=4))
+    for rule in rules:
+        engine.submit(Request([0, 1, 2], max_new_tokens=3, sampling=rule), lambda _: None)
+        engine.run_once()
+    while engine.run_once():
+        pass
+    assert engine.counters.new_tokens == 6
 
 
 @contextmanager
@@ -154,6 +172,7 @@ SCENARIOS: dict[str, Callable[[], object]] = {
     "decode": decoding,
     "decode full attention": lambda: decoding(**FULL),
     "sample": lambda: decoding(Sampling(temperature=0.9, top_p=0.9, top_k=4)),
+    "serve": serving,
 }
 SABOTAGED = {
     "item in a layer": reading_layer,

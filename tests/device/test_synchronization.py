@@ -32,6 +32,9 @@ EVALUATION_WAITS = {"evaluation.py:score, read": "the totals, once at the end"}
 DECODING_WAITS = {
     "transfer.py:tolist, event": "the tokens of a step; the next step is running already",
 }
+SERVING_WAITS = DECODING_WAITS | {
+    "files.py:tensors_digest, copy to the host": "once at the start: contexts name their model",
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +52,7 @@ def results():
         ("log a step", LOGGING_WAITS),
         *((scenario, EVALUATION_WAITS) for scenario in EVALUATION),
         *((scenario, DECODING_WAITS) for scenario in DECODING),
+        ("serve", SERVING_WAITS),
     ],
 )
 def test_the_host_waits_only_where_it_is_allowed_to(results, scenario, allowed):

@@ -234,7 +234,7 @@ def run_ahead(monkeypatch):
     """Decode in the order of a GPU: a step is launched before the last tokens are read."""
     Counted.n_steps = 0
     monkeypatch.setattr(decode, "Decoder", Counted)
-    return lambda: monkeypatch.setattr(decode, "_runs_ahead", lambda logits: True)
+    return lambda: monkeypatch.setattr(decode, "runs_ahead", lambda logits: True)
 
 
 def test_running_ahead_gives_the_same_tokens(model, run_ahead):

@@ -11,13 +11,16 @@ from engines import TOKENIZER, a_prompt, collect, make_engine, many_requests, so
 
 from transformer_vq import ModelConfig, Sampling, TransformerVQ, UserError
 from transformer_vq.generation.prefill import Context, prefill
+from transformer_vq.serve import engine as engine_module
 from transformer_vq.serve.engine import EngineStoppedError, QueueFullError
 from transformer_vq.serve.requests import Finished, NewToken, PromptRead, Request
 
 pytestmark = pytest.mark.usefixtures("short_segments")
 
 
-def test_texts_equal_those_of_the_library_while_others_come_and_go(model):
+@pytest.mark.parametrize("is_ahead", [False, True])  # True: the order of steps on a GPU
+def test_texts_equal_those_of_the_library_while_others_come_and_go(model, monkeypatch, is_ahead):
+    monkeypatch.setattr(engine_module, "runs_ahead", lambda logits: is_ahead)
     requests = many_requests()
     for request, events in zip(requests, collect(make_engine(model), *requests), strict=True):
         assert text_of(events) == solo(model, request)

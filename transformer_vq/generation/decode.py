@@ -73,15 +73,15 @@ def _stream(
 ) -> Iterator[list[int | None]]:
     if max_new_tokens == 0:
         return
-    runs_ahead = _runs_ahead(logits)
+    is_ahead = runs_ahead(logits)
     tokens = choose(logits, next(uniform))
     # Marks rows without a result by -1. Once is enough, because NaN stays in the state.
-    shown = tokens.masked_fill(logits.isnan().any(-1), -1) if runs_ahead else tokens
+    shown = tokens.masked_fill(logits.isnan().any(-1), -1) if is_ahead else tokens
     done = [False] * len(tokens)
     for number in range(max_new_tokens):
         fetched = HostCopy(tokens if number else shown)
         is_last = number + 1 == max_new_tokens
-        if runs_ahead and not is_last:
+        if is_ahead and not is_last:
             tokens = choose(step(tokens), next(uniform))
         found = fetched.tolist()
         if -1 in found:
@@ -90,15 +90,15 @@ def _stream(
         done = [over or token in stop_tokens for token, over in zip(found, done, strict=True)]
         if all(done) or is_last:
             return
-        if not runs_ahead:
+        if not is_ahead:
             tokens = choose(step(tokens), next(uniform))
 
 
-def _runs_ahead(logits: Tensor) -> bool:
+def runs_ahead(logits: Tensor) -> bool:
     """Return whether the next step is launched before the tokens of the current one are read.
 
     So a GPU never waits for the host; the price is one step too many after the last stop token. On
-    a CPU, every token would only be yielded one step later.
+    a CPU, every token would only be returned one step later.
     """
     return logits.device.type != "cpu"
 

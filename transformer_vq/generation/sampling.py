@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_vq.errors import UserError
+from transformer_vq.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -63,10 +64,10 @@ def choose(rules: Sequence[Sampling], logits: Tensor, uniform: Tensor) -> Tensor
         kept, order = _most_likely(p, rules)
         tokens = order.gather(-1, _draw(kept, uniform).unsqueeze(-1)).squeeze(-1)
         if not all(is_restricted):
-            rows = torch.tensor(is_restricted, device=p.device)
+            rows = to_device(torch.tensor(is_restricted), p.device)
             tokens = torch.where(rows, tokens, _draw(p, uniform))
     if any(rule.is_greedy for rule in rules):
-        rows = torch.tensor([rule.is_greedy for rule in rules], device=p.device)
+        rows = to_device(torch.tensor([rule.is_greedy for rule in rules]), p.device)
         tokens = torch.where(rows, logits.argmax(-1), tokens)
     return tokens
 
@@ -113,4 +114,4 @@ def _per_row(values: Sequence[float], like: Tensor) -> Tensor | float:
     """Return one value per row, [b, 1], or a number if all are equal, which need not be copied."""
     if len(set(values)) == 1:
         return values[0]
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(-1)
+    return to_device(torch.tensor(values, dtype=like.dtype), like.device).unsqueeze(-1)

@@ -22,12 +22,14 @@ import torch
 
 from transformer_vq.data.tokenizers import Tokenizer
 from transformer_vq.errors import UserError, is_out_of_memory
+from transformer_vq.generation.decode import runs_ahead
 from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.sampling import Sampling, choose
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.serve.generation import Generation, Notify, scores
 from transformer_vq.serve.prefixes import PrefixStore
 from transformer_vq.serve.requests import Finished, NewToken, PromptRead, Request, TokenScore
+from transformer_vq.transfer import HostCopy, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -265,19 +267,24 @@ class Engine:
         slots = [x if x is not None and not x.finished else None for x in self._slots]
         rules = [GREEDY if x is None else x.request.sampling for x in slots]
         drawn = [0.0 if x is None else x.uniform() for x in slots]
-        uniform = torch.tensor(drawn, dtype=torch.float64)
-        tokens = choose(rules, self._logits, uniform.to(self._logits.device, self._logits.dtype))
-        found = tokens.tolist()
+        logits = self._logits
+        uniform = torch.tensor(drawn, dtype=torch.float64).to(logits.dtype)
+        tokens = choose(rules, logits, to_device(uniform, logits.device))
+        fetched, is_ahead = HostCopy(tokens), runs_ahead(logits)
+        if is_ahead:
+            self._logits = self._decoder.step(tokens)
+        found = fetched.tolist()
         self.counters.steps += 1  # before the events, which may be the end of a response
         self.counters.new_tokens += sum(x is not None for x in slots)
         for i, generation in enumerate(slots):
             if generation is not None:
-                generation.add(found[i], self._score(i, found[i], generation.request))
-        if any(x is not None and not x.finished for x in slots):
+                generation.add(found[i], _score(logits[i], found[i], generation.request))
+        if not is_ahead and any(x is not None and not x.finished for x in slots):
             self._logits = self._decoder.step(tokens)
 
-    def _score(self, slot: int, token: int, request: Request) -> TokenScore | None:
-        if request.n_logprobs is None:
-            return None
-        (score,) = scores(self._logits[slot : slot + 1], [token], request.n_logprobs)
-        return score
+
+def _score(logits: torch.Tensor, token: int, request: Request) -> TokenScore | None:
+    if request.n_logprobs is None:
+        return None
+    (score,) = scores(logits.unsqueeze(0), [token], request.n_logprobs)
+    return score

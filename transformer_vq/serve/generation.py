@@ -24,6 +24,7 @@ from transformer_vq.serve.requests import (
     Request,
     TokenScore,
 )
+from transformer_vq.transfer import to_device
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ class Generation:
         begin = self._n_read
         end = min(begin + SEGMENT_LEN, len(request.prompt))
         device = next(model.parameters()).device
-        tokens = torch.as_tensor(request.prompt[begin:end], device=device)
+        tokens = to_device(torch.as_tensor(request.prompt[begin:end]), device)
         state = model.init_state(1) if self._context is None else self._context.state
         n_logits = end - begin if request.scores_prompt else 1
         output = model(tokens.unsqueeze(0), state, n_logits=n_logits)

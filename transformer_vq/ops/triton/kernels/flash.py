@@ -3,7 +3,14 @@
 import triton
 import triton.language as tl
 
-from transformer_vq.ops.triton.kernels.scores import cache_scores, dot, load_rows, local_scores
+from transformer_vq.ops.triton.kernels.scores import (
+    block_keys,
+    cache_scores,
+    dot,
+    load_rows,
+    local_scores,
+    query_tile,
+)
 
 
 @triton.jit
@@ -35,24 +42,18 @@ def flash_blocks(
     """
     tile, n, bg = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     bh = bg // n_group
-    i = tile * ROWS + tl.arange(0, ROWS)
     d, e = tl.arange(0, D), tl.arange(0, V)
-    inside = i < n_query
-    t = n * n_query + i
-    row = bg * n_blocks * n_query + t
-    q_tile = load_rows(q, row, inside, d, DK)
-    bias = by_distance + row * (L + 1)
+    i, inside, row, q_tile, bias, first, sees_cache = query_tile(
+        q, by_distance, start, tile, n, bg,
+        n_blocks, n_query, n_group, n_head, start_row, start_step, L, DK, D, ROWS, HAS_DOCUMENTS,
+    )  # fmt: skip
+    k_prev, k, code, count = block_keys(
+        k_prev, k, code, count, n, bh, n_blocks, n_query, n_head, L, S, DK
+    )
     block = bh * n_blocks + n
-    code += (bh % n_head) * S * DK
-    count += (bh * (n_blocks + 1) + n) * S
     mean += block * S * DV
-    k_prev += block * L * DK
     v_prev += block * L * DV
-    k += block * n_query * DK
     v += block * n_query * DV
-    first = tl.load(start + (bh // n_head) * start_row + t * start_step, mask=inside, other=0)
-    first = first - (n * n_query - L)
-    sees_cache = (first < 0) | (not HAS_DOCUMENTS)
     end = tl.minimum(tile * ROWS + ROWS, n_query)
 
     highest = tl.full((ROWS,), -1e30, tl.float32)

@@ -21,6 +21,46 @@ def load_rows(base, rows, inside, d, D):
 
 
 @triton.jit
+def query_tile(
+    q, by_distance, start, tile, n, bg,
+    n_blocks, n_query, n_group, n_head, start_row, start_step,
+    L: tl.constexpr, DK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """A tile of the queries of block n.
+
+    Places i in the block, whether they are inside of it, rows of [B, G, T], the queries, pointers
+    to their positional scores, the first place of both blocks that each one sees, and whether it
+    sees the cache.
+    """
+    i = tile * ROWS + tl.arange(0, ROWS)
+    inside = i < n_query
+    t = n * n_query + i
+    row = bg * n_blocks * n_query + t
+    queries = load_rows(q, row, inside, tl.arange(0, D), DK)
+    # A query attends to nothing before `start`, relative to the first token of the segment.
+    b = bg // n_group // n_head
+    first = tl.load(start + b * start_row + t * start_step, mask=inside, other=0)
+    first = first - (n * n_query - L)
+    sees_cache = (first < 0) | (not HAS_DOCUMENTS)
+    return i, inside, row, queries, by_distance + row * (L + 1), first, sees_cache
+
+
+@triton.jit
+def block_keys(
+    k_prev, k, code, count, n, bh, n_blocks, n_query, n_head,
+    L: tl.constexpr, S: tl.constexpr, DK: tl.constexpr,
+):  # fmt: skip
+    """Pointers to what block n attends to: keys before it, its own, codewords and their counts."""
+    block = bh * n_blocks + n
+    k_prev += block * L * DK
+    k += block * n_query * DK
+    code += (bh % n_head) * S * DK
+    count += (bh * (n_blocks + 1) + n) * S
+    return k_prev, k, code, count
+
+
+@triton.jit
 def cache_scores(
     q, code, count, s, d, sees_cache,
     S: tl.constexpr, DK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,

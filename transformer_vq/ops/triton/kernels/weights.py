@@ -4,10 +4,11 @@ import triton
 import triton.language as tl
 
 from transformer_vq.ops.triton.kernels.scores import (
+    block_keys,
     cache_scores,
-    load_rows,
     local_scores,
     online_sum,
+    query_tile,
 )
 
 
@@ -26,22 +27,14 @@ def block_lse(
     """
     tile, n, bg = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     bh = bg // n_group
-    i = tile * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, D)
-    inside = i < n_query
-    t = n * n_query + i
-    row = bg * n_blocks * n_query + t
-    q_tile = load_rows(q, row, inside, d, DK)
-    bias = by_distance + row * (L + 1)
-    block = bh * n_blocks + n
-    code += (bh % n_head) * S * DK
-    count += (bh * (n_blocks + 1) + n) * S
-    k_prev += block * L * DK
-    k += block * n_query * DK
-    # A query attends to nothing before `start`, relative to the first token of the segment.
-    first = tl.load(start + (bh // n_head) * start_row + t * start_step, mask=inside, other=0)
-    first = first - (n * n_query - L)
-    sees_cache = (first < 0) | (not HAS_DOCUMENTS)
+    i, inside, row, q_tile, bias, first, sees_cache = query_tile(
+        q, by_distance, start, tile, n, bg,
+        n_blocks, n_query, n_group, n_head, start_row, start_step, L, DK, D, ROWS, HAS_DOCUMENTS,
+    )  # fmt: skip
+    k_prev, k, code, count = block_keys(
+        k_prev, k, code, count, n, bh, n_blocks, n_query, n_head, L, S, DK
+    )
     end = tl.minimum(tile * ROWS + ROWS, n_query)  # later keys are in the future
 
     highest = tl.full((ROWS,), -1e30, tl.float32)
@@ -82,25 +75,17 @@ def block_weights(
     """
     tile, n, bg = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     bh = bg // n_group
-    i = tile * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, D)
-    inside = i < n_query
-    t = n * n_query + i
-    row = bg * n_blocks * n_query + t
-    q_tile = load_rows(q, row, inside, d, DK)
-    bias = by_distance + row * (L + 1)
-    block = bh * n_blocks + n
-    code += (bh % n_head) * S * DK
-    count += (bh * (n_blocks + 1) + n) * S
-    k_prev += block * L * DK
-    k += block * n_query * DK
-    # A query attends to nothing before `start`, relative to the first token of the segment.
-    first = tl.load(start + (bh // n_head) * start_row + t * start_step, mask=inside, other=0)
-    first = first - (n * n_query - L)
-    sees_cache = (first < 0) | (not HAS_DOCUMENTS)
+    i, inside, row, q_tile, bias, first, sees_cache = query_tile(
+        q, by_distance, start, tile, n, bg,
+        n_blocks, n_query, n_group, n_head, start_row, start_step, L, DK, D, ROWS, HAS_DOCUMENTS,
+    )  # fmt: skip
+    k_prev, k, code, count = block_keys(
+        k_prev, k, code, count, n, bh, n_blocks, n_query, n_head, L, S, DK
+    )
     norm = tl.load(lse + row, mask=inside, other=0.0)
 
-    group = bg % n_group
+    block, group = bh * n_blocks + n, bg % n_group
     weights += (((block * n_group + group) * n_query + i) * (S + L + n_query))[:, None]
     for j0 in range(0, S, COLUMNS):
         s = j0 + tl.arange(0, COLUMNS)

@@ -5,15 +5,15 @@ Usage: python docs/generate_commands.py
 
 from __future__ import annotations
 
+import io
 import os
 import re
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from unittest import mock
 
 from transformer_vq.cli.bench import BENCHES
-from transformer_vq.cli.main import COMMANDS
+from transformer_vq.cli.main import COMMANDS, main
 
 PAGE = Path(__file__).parent / "reference" / "commands.md"
 BOX_TITLE = re.compile(r"^\u256d\u2500 (.*?) \u2500*\u256e$")
@@ -31,12 +31,16 @@ cannot continue, a failed check or a bug, 2 invalid input, 128 + n stopped by si
 
 def help_text(arguments: list[str]) -> str:
     """Return the output of `tvq ARGUMENTS --help` at a width of 80 columns, without boxes."""
-    environment = os.environ | {"COLUMNS": "80", "NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, "-m", "transformer_vq", *arguments, "--help"]
-    result = subprocess.run(
-        command, env=environment, capture_output=True, encoding="utf-8", check=True
-    )
-    return without_boxes(result.stdout)
+    environment = {"COLUMNS": "80", "NO_COLOR": "1"}
+    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    with (
+        mock.patch.dict(os.environ, environment),
+        redirect_stdout(output),
+        suppress(SystemExit),
+    ):
+        main([*arguments, "--help"])
+    output.seek(0)
+    return without_boxes(output.read())
 
 
 def without_boxes(text: str) -> str:
@@ -54,11 +58,9 @@ def without_boxes(text: str) -> str:
 def page() -> str:
     """Return the text of the page."""
     commands = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)]
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        texts = list(pool.map(help_text, commands))
     sections = [
-        f"## {' '.join(['tvq', *command])}\n\n```text\n{text}\n```\n"
-        for command, text in zip(commands, texts, strict=True)
+        f"## {' '.join(['tvq', *command])}\n\n```text\n{help_text(command)}\n```\n"
+        for command in commands
     ]
     return "\n".join([INTRODUCTION, *sections])
 

@@ -34,9 +34,9 @@ settings.load_profile("repeatable")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
-    """Use as many workers as this process may use cores; `-n auto` would count physical ones."""
+    """Use one worker more than this process may use cores: many tests wait for subprocesses."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux only
-    return min(len(affinity(0)) if affinity else os.cpu_count() or 1, MAX_WORKERS)
+    return min(1 + (len(affinity(0)) if affinity else os.cpu_count() or 1), MAX_WORKERS)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -46,7 +46,7 @@ OTHER_CORPUS = {
 }
 SUBJECTS = {
     "stopped run": Subject(
-        14,
+        8,
         {"run": "stopped"},
         {
             **{f"run/{name}": ("resume",) for name in ("config.json", "metrics.jsonl", ".lock")},
@@ -61,7 +61,7 @@ SUBJECTS = {
     # This run has only a config, so the config of another run would make it that run.
     "run without checkpoint": Subject(4, {"run": "started"}, {"run/*": ("resume",)}),
     "finished run": Subject(
-        12,
+        7,
         {"run": "finished"},
         {
             "run/config.json": ("eval", "eval last", "sample", "export"),
@@ -80,7 +80,7 @@ SUBJECTS = {
     # `tvq info` reads only the config, so the config of another run changes the result.
     "config": Subject(4, {"run": "finished"}, {"run/config.json": ("info",)}),
     "run with a vocabulary": Subject(
-        10,
+        6,
         {"run": "books"},
         {
             "run/tokenizer.model": ("eval", "sample", "export"),
@@ -95,7 +95,7 @@ SUBJECTS = {
         sealed=("run/best/*",),
     ),
     "corpus": Subject(
-        10,
+        6,
         {"run": "stopped", "home": "home"},
         {f"home/cache/text-*{files}": ("eval", "resume") for files in ("", "/*")},
         OTHER_CORPUS,
@@ -107,27 +107,27 @@ SUBJECTS = {
         OTHER_CORPUS,
     ),
     "corpus with a vocabulary": Subject(
-        5,
+        4,
         {"run": "books", "home": "home"},
         {f"home/cache/pg19-*{files}": ("eval",) for files in ("", "/*")},
         {"home/cache/pg19-*/tokenizer.model": ("vocabulary.model",)},
     ),
     "snapshot": Subject(
-        10,
+        6,
         {"run": "finished", "state.safetensors": "state.safetensors"},
         {"state.safetensors": ("sample from state",)},
         {"state.safetensors": ("other-state.safetensors", "finished/best/model.safetensors")},
         sealed=("state.safetensors",),
     ),
     "initial model": Subject(
-        10,
+        6,
         {"model.safetensors": "finished/best/model.safetensors"},
         {"model.safetensors": ("train",)},
         {"model.safetensors": ("other/best/model.safetensors", "state.safetensors")},
         sealed=("model.safetensors",),
     ),
     "export": Subject(
-        12,
+        7,
         {"export": "export"},
         {"export/*": LOAD},
         {
@@ -136,7 +136,7 @@ SUBJECTS = {
         },
     ),
     "export with a vocabulary": Subject(
-        8,
+        4,
         {"export": "books-export"},
         {"export/*": LOAD},
         {"export/tokenizer.model": ("vocabulary.model",)},

@@ -71,6 +71,7 @@ def test_command_trains_prints_tables_and_writes_a_record(base, tmp_path, capsys
     assert (out / "ablation.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_interrupted_ablation_resumes_with_the_same_result(base, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(ablate, "latencies", lambda configs: [1.0] * len(configs))
     command(tmp_path / "uninterrupted")
@@ -105,6 +106,7 @@ def test_command_rejects_a_folder_with_another_config(base, tmp_path, capsys):
     assert "--model.d-k (8 -> 4)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_seed_has_no_spread_and_keeps_the_chosen_accumulation(base, tmp_path, capsys):
     for _ in range(2):  # the second time uses the accumulation chosen by the first
         command(tmp_path / "out", "--seeds", "1", "--train.accumulate", "0", "--json")

@@ -37,6 +37,11 @@ def test_state_of_the_baselines_grows_with_the_context(kind, tmp_path):
         assert row["tokens_per_second"] == pytest.approx(2e3 / row["ms_per_step"])
 
 
+@pytest.fixture(autouse=True)
+def _few_rounds(monkeypatch):
+    monkeypatch.setattr(decode, "ROUNDS", 2)
+
+
 def test_state_of_vq_does_not_grow_with_the_context(tmp_path):
     short, long = (measure(tiny_config(), Cell("vq", n, 3), CPU, tmp_path) for n in (8, 5000))
     assert short["state_bytes"] == long["state_bytes"] > 0
@@ -172,7 +177,7 @@ def test_share_is_the_median_of_rounds_of_steps_and_bandwidth(monkeypatch, tmp_p
     seconds, rates = iter([1.0, 4.0, 2.0]), iter([40.0, 30.0, 20.0])
     monkeypatch.setattr(decode, "ROUNDS", 3)
     monkeypatch.setattr(decode, "best_seconds", lambda *_, **__: next(seconds))
-    monkeypatch.setattr(decode, "read_bandwidth", lambda *_, **__: next(rates))
+    monkeypatch.setattr(decode, "bandwidth_probe", lambda _: lambda: next(rates))
     prepared = decode.Prepared(lambda: None, state_bytes=15, weight_bytes=5)
     monkeypatch.setattr(decode, "_prepare", lambda *_: prepared)
     cell = decode.Cell("vq", context=8, batch=2)

@@ -16,7 +16,7 @@ from transformer_vq.cli.bench import BENCHES
 from transformer_vq.cli.main import COMMANDS
 
 PATIENCE = 5.0  # seconds until a command is interrupted, which must end it
-N_QUICK = 60
+N_QUICK = 40
 N_SLOW, BATCH = 600, 50
 
 # Files of the given run that a command may replace: its own earlier results.

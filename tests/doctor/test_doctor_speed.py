@@ -47,7 +47,7 @@ def test_decoding_speed_is_measured(monkeypatch):
     monkeypatch.setattr(speed, "CONTEXT", 8)
     monkeypatch.setattr(speed.decode, "ROUNDS", 1)
     monkeypatch.setattr(speed.decode, "MAX_STEPS", 1)
-    monkeypatch.setattr(speed.decode, "read_bandwidth", lambda *_, **__: 1e9)
+    monkeypatch.setattr(speed.decode, "bandwidth_probe", lambda _: lambda: 1e9)
     found = speed.decoding_speed(ModelConfig(17, **SMALL), 2, CPU)
     assert found.tokens_per_second > 0
     assert found.share > 0

@@ -46,6 +46,7 @@ def run_python(program, *arguments, cache, check=True):
     )
 
 
+@pytest.mark.slow
 def test_remote_code_loads_all_classes_and_is_saved_again(saved, tmp_path):
     program = """
         import json, sys

@@ -61,9 +61,14 @@ def equal_to_the_reference(inputs, start, state, has_keys, dtype=None, has_bias=
                 assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("has_keys", [True, False])
-@pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    ("heads", "cache", "has_keys"),
+    [
+        *((heads, True, has_keys) for heads in HEADS for has_keys in (True, False)),
+        ("shga", False, True),
+        ("gqa", False, False),
+    ],
+)
 def test_decoding_equals_the_reference(heads, cache, has_keys):
     """Rows at different positions; enough tokens for the slots to wrap and tokens to be evicted."""
     h, g = HEADS[heads]

@@ -35,7 +35,7 @@ from transformer_vq.bench.decode_records import (
     PrefillRow,
     decode_name,
 )
-from transformer_vq.bench.rates import read_bandwidth
+from transformer_vq.bench.rates import bandwidth_probe
 from transformer_vq.bench.records import Failure
 from transformer_vq.config import AttentionType, ModelConfig, Precision
 from transformer_vq.device import compile_decoding, evaluating
@@ -165,10 +165,11 @@ def measure(config: ModelConfig, cell: Cell, device: torch.device, folder: Path)
             prepared = _prepare_gpt2(config, cell, room)
         else:
             prepared = _prepare(config, cell, room, folder)
+    bandwidth = bandwidth_probe(device)
     rounds = []  # seconds of a step, and the bandwidth right after it
     for _ in range(ROUNDS):
         seconds = best_seconds(prepared.step, rounds=1, max_steps=MAX_STEPS, device=device)
-        rounds.append((seconds, read_bandwidth(device, repeats=5)))
+        rounds.append((seconds, bandwidth()))
     best = min(seconds for seconds, _ in rounds)
     n_bytes = prepared.weight_bytes + prepared.state_bytes
     return {

@@ -8,7 +8,8 @@ budget are skipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -41,14 +42,20 @@ def matmul_rates(
     return {name: _best_rate(device, DTYPES[name], shapes, repeats) for name in precisions}
 
 
-def read_bandwidth(device: torch.device, repeats: int = 20) -> float:
-    """Return the bytes per second that a large matrix-vector product reads, the best of several."""
+def bandwidth_probe(device: torch.device, repeats: int = 5) -> Callable[[], float]:
+    """Return a function that measures the read bandwidth in bytes per second.
+
+    It is what a large matrix-vector product reads, the best of several.
+    """
     matrix = torch.ones(BANDWIDTH_ROWS, BANDWIDTH_COLUMNS, device=device)
     vector = torch.ones(BANDWIDTH_COLUMNS, device=device)
-    seconds = [
-        seconds_per_call(lambda: torch.mv(matrix, vector), 1, device) for _ in range(1 + repeats)
-    ]
-    return matrix.nbytes / min(seconds[1:])  # the first is a warm-up
+
+    def measure() -> float:
+        product = partial(torch.mv, matrix, vector)
+        seconds = [seconds_per_call(product, 1, device) for _ in range(1 + repeats)]
+        return matrix.nbytes / min(seconds[1:])  # the first is a warm-up
+
+    return measure
 
 
 def _best_rate(

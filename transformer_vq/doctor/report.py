@@ -76,7 +76,10 @@ def _checks(checks: Sequence[Check]) -> str:
 
 
 def _cases(check: Check) -> str:
-    return f"{check.n_cases} cases, {check.note}" if check.status == "ok" else check.note
+    if check.status != "ok":
+        return check.note
+    cases = "1 case" if check.n_cases == 1 else f"{check.n_cases} cases"
+    return f"{cases}, {check.note}"
 
 
 def _repeats(repeats: Sequence[Repeat]) -> str:

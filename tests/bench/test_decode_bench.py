@@ -21,6 +21,11 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
+def _few_rounds(monkeypatch):
+    monkeypatch.setattr(decode, "ROUNDS", 2)
+
+
+@pytest.fixture(autouse=True)
 def _few_steps(monkeypatch):
     monkeypatch.setattr(decode, "ROUNDS", 1)
     monkeypatch.setattr(decode, "MAX_STEPS", 2)
@@ -35,11 +40,6 @@ def test_state_of_the_baselines_grows_with_the_context(kind, tmp_path):
     for row, want in zip(rows, keys, strict=True):
         assert want <= row["state_bytes"] < want + 500  # and the position of each row
         assert row["tokens_per_second"] == pytest.approx(2e3 / row["ms_per_step"])
-
-
-@pytest.fixture(autouse=True)
-def _few_rounds(monkeypatch):
-    monkeypatch.setattr(decode, "ROUNDS", 2)
 
 
 def test_state_of_vq_does_not_grow_with_the_context(tmp_path):

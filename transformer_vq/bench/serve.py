@@ -265,7 +265,7 @@ def table(record: ServeRecord) -> str:
         ("tokens/s (prompts and texts)", f"{found['tokens_per_second']:,.0f}"),
         ("tokens/s of the bare engine", f"{found['engine_tokens_per_second']:,.0f}"),
         ("share of the bare engine", f"{found['share_of_engine']:.2f}"),
-        ("seconds to the first token, prompts up to 2,048 tokens", " / ".join(shown)),
+        ("seconds to the first token, prompts up to 2,048 tokens: median / 95%", " / ".join(shown)),
         ("memory of the server in MB", memory),
     ]
     return "\n".join(["| load | result |", "| --- | ---: |", *(f"| {a} | {b} |" for a, b in rows)])

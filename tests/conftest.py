@@ -6,6 +6,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Several workers share the cores, so each one computes on a single thread. Set before torch is
     # imported, and in the environment, which subprocesses inherit.
     os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # tests share the cores with each other
 
 import pytest
 import torch

@@ -14,7 +14,7 @@ from transformer_vq.errors import EXTRAS, missing_extra
 ROOT = Path(transformer_vq.__file__).parent
 LAYERS = [
     {"errors"},
-    {"ops", "config", "device", "files", "memory_use", "progress", "transfer"},
+    {"ops", "config", "device", "files", "memory_use", "progress", "threads", "transfer"},
     {"nn"},
     {"data", "evaluation", "generation", "interop", "presets"},
     {"parallel"},

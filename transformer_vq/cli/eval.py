@@ -66,6 +66,7 @@ def run(arguments: list[str]) -> None:
 
     from transformer_vq.device import find_device, keep_freed_memory
     from transformer_vq.files import check_can_write, write_verified_json
+    from transformer_vq.threads import share_cores
     from transformer_vq.training.checkpoint import read_config
     from transformer_vq.training.evaluate import default_split, evaluate
     from transformer_vq.training.packaged import find_run
@@ -83,6 +84,7 @@ def run(arguments: list[str]) -> None:
     check_range("--batch-size", options.batch_size, 1, MAX_ROWS)
     check_range("--max-tokens", options.max_tokens, 1)
     keep_freed_memory()
+    share_cores()
     with out_of_memory_advice("reduce --batch-size"):
         result = evaluate(
             name,

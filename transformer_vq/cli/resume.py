@@ -44,6 +44,7 @@ def run(arguments: list[str]) -> int:
     )
 
     from transformer_vq.device import keep_freed_memory
+    from transformer_vq.threads import share_cores
     from transformer_vq.training.checkpoint import read_config
     from transformer_vq.training.packaged import check_not_packaged, find_run
     from transformer_vq.training.run import resume
@@ -52,6 +53,7 @@ def run(arguments: list[str]) -> int:
     default = ResumeOptions(read_config(Path(name)))
     options = parse(ResumeOptions, rest, f"resume {name}", default, hidden=FIXED_FIELDS)
     keep_freed_memory()
+    share_cores()
     with out_of_memory_advice("use --train.checkpoint-activations"):
         result = resume(
             Path(name), options.run, allow_schedule_change=options.allow_schedule_change

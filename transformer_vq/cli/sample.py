@@ -99,6 +99,7 @@ def run(arguments: list[str]) -> None:
     from transformer_vq.device import find_device, keep_freed_memory, matmul_precision
     from transformer_vq.files import check_can_write
     from transformer_vq.generation.sampling import Sampling
+    from transformer_vq.threads import share_cores
     from transformer_vq.training.checkpoint import load_model, read_config, read_tokenizer
     from transformer_vq.training.packaged import find_run
 
@@ -111,6 +112,7 @@ def run(arguments: list[str]) -> None:
     given = {name: getattr(options, name) for name in unused}
     check_unused(kind, given, vars(SampleOptions()))
     keep_freed_memory()
+    share_cores()
     device = find_device(options.device)
     with (
         out_of_memory_advice("reduce --batch"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,7 +95,10 @@ def run(arguments: list[str]) -> None:
 
     from transformer_vq.serve.server import serve
 
-    service = _service(name, options, key or None)
+    # On a thread that ends: its OpenMP threads, next to those of the engine, would be more than
+    # there are cores, and libgomp would put all of them to sleep after every operation.
+    with ThreadPoolExecutor(1) as loading:
+        service = loading.submit(_service, name, options, key or None).result()
     serve(
         service,
         options.host,
@@ -119,6 +123,7 @@ def _service(name: str, options: ServeOptions, api_key: str | None) -> Service:
     from transformer_vq.serve.engine import Engine
     from transformer_vq.serve.prefixes import PrefixStore
     from transformer_vq.serve.service import Limits, Service
+    from transformer_vq.threads import share_cores
     from transformer_vq.training.loading import (
         has_images,
         load_model_and_tokenizer,
@@ -126,6 +131,7 @@ def _service(name: str, options: ServeOptions, api_key: str | None) -> Service:
     )
 
     keep_freed_memory()
+    share_cores()
     device = find_device(options.device)
     if has_images(name):
         raise UserError(f"{name} is a model of images; serve a model of text")

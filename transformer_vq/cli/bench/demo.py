@@ -47,9 +47,11 @@ def run(arguments: list[str]) -> int | None:
     from transformer_vq.bench.plots import plot_path
     from transformer_vq.device import keep_freed_memory
     from transformer_vq.files import write_json
+    from transformer_vq.threads import share_cores
     from transformer_vq.training.run import train_or_resume
 
     keep_freed_memory()
+    share_cores()
     print(INTRODUCTION)
     print(f"1. `books` continues {BOOKS_PROMPT!r}:\n")
     print(books_sample(), flush=True)

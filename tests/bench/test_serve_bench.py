@@ -9,6 +9,7 @@ from helpers import tiny_run
 from servers import TOKENIZER, a_model, a_service, running
 
 from transformer_vq.bench.serve import bare_engine, different_texts, served_tokens
+from transformer_vq.bench.serve_hostile import ATTACKS
 from transformer_vq.bench.serve_load import Load, choices, make_jobs
 from transformer_vq.bench.serve_records import ServeSettings
 from transformer_vq.cli.main import main
@@ -46,6 +47,16 @@ def test_load_sees_complete_cancelled_and_rejected_requests(tmp_path):
     one = next(x for x in seen if x.outcome == "complete")
     mixed = [*seen, replace(one, text=f"{one.text}!")]
     assert different_texts(service.engine.model, TOKENIZER, jobs, mixed, SETTINGS) == (1, 1)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_hostile_request_is_answered_and_hurts_nobody(tmp_path, monkeypatch, name):
+    monkeypatch.setattr("transformer_vq.bench.serve_hostile.IDLE_SECONDS", 0.2)
+    with running(a_service(tmp_path)) as client:
+        ask = {"prompt": "the cat", "max_tokens": 5, "seed": 0}
+        before = client.complete(**ask)["choices"]
+        assert ATTACKS[name](client.port) == ""
+        assert client.complete(**ask)["choices"] == before
 
 
 def test_server_that_is_gone_is_an_error(tmp_path):

@@ -5,11 +5,14 @@ Every text that a client received in full is compared with that of the same requ
 
 from __future__ import annotations
 
+import math
 import re
 import resource
+import statistics
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -56,13 +59,16 @@ def measure(
         serving(run, Path(store), options) as server,
     ):
         memory = Memory(server.pid)
-        load = Load(server.port, jobs, settings.cancelled, settings.malformed)
+        load = Load(server.port, jobs, settings.cancelled, settings.malformed, settings.hostile)
+        health = Health(server.port)
         memory.start()
+        health.start()
         load.start(settings.clients, 60 * settings.minutes)
         seconds = wait("load", 60 * settings.minutes)
         # What is still in progress now is completed, but not part of the rate.
         n_tokens = served_tokens(server.port)
         memory.stop()
+        health.stop()
         info("waiting for the last responses")
         seen = load.join()
     counts = Counter(x.outcome for x in seen)
@@ -94,6 +100,7 @@ def measure(
                 "95%": short[int(0.95 * len(short))] if short else None,
             },
             "memory_mb": memory.summary(),
+            "health_seconds": health.summary(),
         },
     }
 
@@ -110,13 +117,15 @@ def wait(title: str, seconds: float) -> float:
     return time.monotonic() - start
 
 
-class Memory:
-    """Samples the resident memory of a process in the background."""
+class Sampler(ABC):
+    """Takes a sample every second in the background."""
 
-    def __init__(self, pid: int) -> None:
-        self._path = Path(f"/proc/{pid}/statm")
+    def __init__(self) -> None:
         self._samples: list[float] = []
         self._ended = threading.Event()
+
+    @abstractmethod
+    def _measure(self) -> float: ...
 
     def start(self) -> None:
         """Start to sample."""
@@ -130,8 +139,41 @@ class Memory:
 
     def _sample(self) -> None:
         while not self._ended.wait(SECONDS_PER_SAMPLE):
-            pages = int(self._path.read_text().split()[1])
-            self._samples.append(pages * resource.getpagesize() / MEGABYTE)
+            self._samples.append(self._measure())
+
+
+class Health(Sampler):
+    """The seconds until a new connection has the answer of /health."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self._port = port
+
+    def _measure(self) -> float:
+        start = time.monotonic()
+        with connection_to(self._port) as connection:
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            response.read()
+        return time.monotonic() - start if response.status == 200 else math.inf
+
+    def summary(self) -> dict[str, float]:
+        """Return the median and the longest time."""
+        if not self._samples:
+            return {}
+        return {"median": statistics.median(self._samples), "largest": max(self._samples)}
+
+
+class Memory(Sampler):
+    """The resident memory of a process in MB."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self._path = Path(f"/proc/{pid}/statm")
+
+    def _measure(self) -> float:
+        pages = int(self._path.read_text().split()[1])
+        return pages * resource.getpagesize() / MEGABYTE
 
     def summary(self) -> dict[str, float]:
         """Return the memory at a quarter, half and the end of the load, and the largest."""
@@ -157,11 +199,12 @@ def bare_engine(
 ) -> float:
     """Return tokens per second of the engine alone, given the same requests for the same time.
 
-    Requests that a client would cancel are cancelled; malformed ones are left out.
+    Requests that a client would cancel are cancelled; malformed and hostile ones are left out.
     """
     engine = _engine(model, tokenizer, settings)
     clients = [
-        choices(i, jobs, settings.cancelled, settings.malformed) for i in range(settings.clients)
+        choices(i, jobs, settings.cancelled, settings.malformed, settings.hostile)
+        for i in range(settings.clients)
     ]
     ended = threading.Event()
 
@@ -252,6 +295,7 @@ def table(record: ServeRecord) -> str:
     first = found["first_token_seconds"]
     memory = ", ".join(f"{name} {value:,.0f}" for name, value in found["memory_mb"].items())
     shown = ["", ""] if first["median"] is None else [f"{first[x]:.2f}" for x in ("median", "95%")]
+    health = [f"{x:.2f}" for x in found.get("health_seconds", {}).values()]
     rows = [
         ("clients", f"{found['clients']:,}"),
         ("slots", f"{found['slots']:,}"),
@@ -259,6 +303,7 @@ def table(record: ServeRecord) -> str:
         ("complete texts", f"{outcomes.get('complete', 0):,}"),
         ("cancelled by clients", f"{outcomes.get('cancelled', 0):,}"),
         ("malformed, rejected with the right status", f"{outcomes.get('rejected', 0):,}"),
+        ("hostile, answered as they should be", f"{outcomes.get('hostile', 0):,}"),
         ("unexpected errors", f"{outcomes.get('wrong', 0):,}"),
         ("complete texts that differ from the same request alone", f"{found['different_texts']:,}"),
         ("complete texts that differ from a batch of one", f"{found['different_from_single']:,}"),
@@ -267,5 +312,6 @@ def table(record: ServeRecord) -> str:
         ("share of the bare engine", f"{found['share_of_engine']:.2f}"),
         ("seconds to the first token, prompts up to 2,048 tokens: median / 95%", " / ".join(shown)),
         ("memory of the server in MB", memory),
+        ("seconds until /health answers: median / longest", " / ".join(health)),
     ]
     return "\n".join(["| load | result |", "| --- | ---: |", *(f"| {a} | {b} |" for a, b in rows)])

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from transformer_vq.bench.serve_hostile import Attackers
 from transformer_vq.bench.serving import connection_to, events, post
 from transformer_vq.data.tokenizers import Tokenizer
 
-Outcome = Literal["complete", "cancelled", "rejected", "wrong"]
+Outcome = Literal["complete", "cancelled", "rejected", "hostile", "wrong"]
 
 PATH = "/v1/completions"
 TIMEOUT = 3600.0  # seconds without a byte from the server
@@ -86,16 +87,17 @@ class Seen:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a client does next: it sends a job, and may cancel it, or something malformed."""
+    """What a client does next: a job, which it may cancel, or something malformed or hostile."""
 
     job: Job | None
     limit: int | None = None
     """The client disconnects after this many events."""
-    malformed: tuple[bytes, int] = MALFORMED[0]
+    malformed: tuple[bytes, int] | None = None
+    """None for a hostile request, if there is no job either."""
 
 
 def choices(
-    client: int, jobs: Sequence[Job], cancelled: float, malformed: float
+    client: int, jobs: Sequence[Job], cancelled: float, malformed: float, hostile: float = 0.0
 ) -> Iterator[Choice]:
     """Yield what one client does, without end; the same for every call."""
     rng = random.Random(client)
@@ -103,6 +105,9 @@ def choices(
         kind = rng.random()
         if kind < malformed:
             yield Choice(None, malformed=rng.choice(MALFORMED))
+            continue
+        if kind > 1 - hostile:
+            yield Choice(None)
             continue
         job = rng.choice(jobs)
         is_cancelled = kind < malformed + cancelled
@@ -121,12 +126,14 @@ class Load:
     cancelled: float
     """Share of the requests whose client disconnects before the end."""
     malformed: float
+    hostile: float = 0.0
     _seen: list[Seen] = field(default_factory=list)
     _threads: list[threading.Thread] = field(default_factory=list)
 
     def start(self, n_clients: int, seconds: float) -> None:
         """Start all clients; after this time they send no more requests."""
         end = time.monotonic() + seconds
+        self._attackers = Attackers(self.port)
         for i in range(n_clients):
             thread = threading.Thread(target=self._client, args=(i, end), daemon=True)
             self._threads.append(thread)
@@ -139,7 +146,7 @@ class Load:
         return self._seen
 
     def _client(self, number: int, end: float) -> None:
-        for choice in choices(number, self.jobs, self.cancelled, self.malformed):
+        for choice in choices(number, self.jobs, self.cancelled, self.malformed, self.hostile):
             if time.monotonic() >= end:
                 return
             try:
@@ -149,8 +156,11 @@ class Load:
             self._seen.append(found)
 
     def _request(self, choice: Choice) -> Seen:
-        if choice.job is None:
+        if choice.malformed is not None:
             return self._send_malformed(*choice.malformed)
+        if choice.job is None:
+            problem = self._attackers.send()
+            return Seen("wrong" if problem else "hostile", detail=problem)
         with connection_to(self.port, TIMEOUT) as connection:
             return _stream(connection, choice.job, choice.limit)
 

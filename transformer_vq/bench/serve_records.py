@@ -28,6 +28,8 @@ class ServeSettings:
     """Share of the requests that are cancelled by their client."""
     malformed: float = 0.05
     """Share of the requests that are malformed."""
+    hostile: float = 0.0
+    """Share of the requests that try to hurt others, each kind in turn."""
 
 
 class ServeRecord(TypedDict):

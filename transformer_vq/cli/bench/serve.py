@@ -50,10 +50,11 @@ def run(arguments: list[str]) -> None:
         check_range(f"--{field.replace('_', '-')}", getattr(settings, field), 1, 10**7)
     if not 0 < settings.minutes < 10**5:
         raise UsageError("--minutes: must be above 0")
-    if not (settings.cancelled >= 0 <= settings.malformed):
-        raise UsageError("--cancelled and --malformed must not be negative")
-    if settings.cancelled + settings.malformed > 1:
-        raise UsageError("--cancelled and --malformed must not exceed 1 together")
+    shares = (settings.cancelled, settings.malformed, settings.hostile)
+    if min(shares) < 0 or sum(shares) > 1:
+        raise UsageError(
+            "--cancelled, --malformed and --hostile must be shares of at most 1 in all"
+        )
     check_can_read("--text", options.text)
 
     from transformer_vq.bench.serve import measure, table

@@ -110,14 +110,14 @@ class Client:
 
 
 def sampled(service, prompt, n_tokens, seed, n=1, **options):
-    """The texts that `tvq sample --batch n` generates."""
+    """The texts that `tvq sample --batch n` generates; the options are those of Sampling."""
     context = prefill(service.engine.model, [[TOKENIZER.bos, *prompt.encode()]]).repeat(n)
     texts = sample_text(
         service.engine.model,
         TOKENIZER,
         context,
         n_tokens,
-        Sampling(**options),
+        Sampling(**{"top_p": 0.95} | options),
         seed=seed,
     )
     return [text.text for text in texts]

@@ -1,11 +1,18 @@
 """POST /v1/completions and /v1/chat/completions: texts of the library, streams, and bad input."""
 
+import json
+
 import pytest
 import torch
-from servers import TOKENIZER, a_service, running, sampled
+from helpers import tiny_run
+from servers import TOKENIZER, a_service, an_endless_service, running, sampled
 
 from transformer_vq import Sampling, prefill
+from transformer_vq.cli.main import main
 from transformer_vq.generation.text import sample_text
+from transformer_vq.serve.service import Limits
+from transformer_vq.training.loading import load_model_and_tokenizer
+from transformer_vq.training.run import train
 
 
 def test_completion_is_the_text_of_the_library(client, service):
@@ -20,6 +27,35 @@ def test_completion_is_the_text_of_the_library(client, service):
     assert found["usage"]["total_tokens"] == 7 + found["usage"]["completion_tokens"]
 
 
+def test_equal_seeds_give_the_text_of_tvq_sample(tmp_path, capsys):
+    run, folder = tmp_path / "run", tmp_path / "server"
+    train(tiny_run(tmp_path, train={"steps": 2}), run)
+    capsys.readouterr()
+    model, tokenizer = load_model_and_tokenizer(run)
+    with running(a_service(folder, model, tokenizer, n_slots=1)) as client:
+        for seed in range(2):
+            main(["sample", str(run), "--prompt", "the cat", "--seed", str(seed), "--json"])
+            sampled = json.loads(capsys.readouterr().out.splitlines()[-1])
+            (choice,) = client.complete(prompt="the cat", seed=seed)["choices"]
+            assert [choice["text"]] == sampled["texts"]
+            assert [choice["finish_reason"] == "stop"] == sampled["ended"]
+
+
+def test_default_length_is_within_the_limit_of_the_server(tmp_path):
+    with running(an_endless_service(tmp_path, limits=Limits(new_tokens=7))) as client:
+        assert client.complete(prompt="x")["usage"]["completion_tokens"] == 7
+    with running(an_endless_service(tmp_path)) as client:
+        assert client.complete(prompt="x")["usage"]["completion_tokens"] == 500
+
+
+def test_smallest_top_p_gives_the_most_likely_text(client):
+    texts = [
+        client.complete(prompt="x", max_tokens=9, **rule)["choices"][0]["text"]
+        for rule in ({"top_p": 1e-46}, {"temperature": 0})
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_several_prompts_and_samples_have_their_own_index(client, service):
     found = client.complete(prompt=["one", "two"], n=3, max_tokens=8, seed=1)
     texts = [choice["text"] for choice in found["choices"]]
@@ -30,9 +66,9 @@ def test_several_prompts_and_samples_have_their_own_index(client, service):
 
 def test_tokens_are_accepted_as_prompts(client):
     tokens = [TOKENIZER.bos, *b"It was"]
-    as_text = client.complete(prompt="It was", seed=2)
-    as_tokens = client.complete(prompt=tokens, seed=2)
-    as_list = client.complete(prompt=[tokens], seed=2)
+    as_text = client.complete(prompt="It was", max_tokens=9, seed=2)
+    as_tokens = client.complete(prompt=tokens, max_tokens=9, seed=2)
+    as_list = client.complete(prompt=[tokens], max_tokens=9, seed=2)
     texts = {found["choices"][0]["text"] for found in (as_text, as_tokens, as_list)}
     assert len(texts) == 1
 
@@ -43,7 +79,7 @@ def test_empty_prompt_starts_a_document(client, service):
         TOKENIZER,
         prefill(service.engine.model, [[TOKENIZER.bos]]),
         9,
-        Sampling(),
+        Sampling(top_p=0.95),
         seed=4,
     )
     for prompt in ({}, {"prompt": ""}):
@@ -106,7 +142,7 @@ def test_stop_string_across_tokens(client):
 
 def test_prompt_that_was_read_before_is_cached(client):
     prompt = "a prompt that only this test uses"
-    first, second = (client.complete(prompt=prompt, seed=1) for _ in range(2))
+    first, second = (client.complete(prompt=prompt, max_tokens=9, seed=1) for _ in range(2))
     n = len(prompt) + 1
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == n
@@ -114,7 +150,7 @@ def test_prompt_that_was_read_before_is_cached(client):
 
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'x' %}{{ raise_exception('no x') }}{% endif %}"
+    "{% for m in messages %}{% if m.content == 'x' %}{{ raise_exception('no x') }}{% endif %}"
     "{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
@@ -145,7 +181,8 @@ def test_chat_uses_the_template_of_the_tokenizer(tmp_path):
         assert "".join(x["content"] for x in deltas) == choice["message"]["content"]
         for wrong, says in (
             ({"messages": []}, "messages"),
-            ({"messages": [{"role": "x", "content": ""}]}, "no x"),
+            ({"messages": [{"role": "user", "content": "x"}]}, "no x"),
+            ({"messages": [{"role": "x", "content": ""}]}, "role"),
             ({"messages": messages, "top_logprobs": 2}, "logprobs is not true"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
             ({"messages": messages, "max_tokens": 0}, "max_tokens"),

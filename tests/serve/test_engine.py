@@ -8,12 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 from engines import TOKENIZER, a_prompt, collect, make_engine, many_requests, solo, text_of
+from servers import wait_until
 
 from transformer_vq import ModelConfig, Sampling, TransformerVQ, UserError
+from transformer_vq.generation import sampling as sampling_module
 from transformer_vq.generation.prefill import Context, prefill
+from transformer_vq.generation.text import TextStream
 from transformer_vq.serve import engine as engine_module
-from transformer_vq.serve.engine import EngineStoppedError, QueueFullError
-from transformer_vq.serve.requests import Finished, NewToken, PromptRead, Request
+from transformer_vq.serve import generation as generation_module
+from transformer_vq.serve.engine import Engine, EngineStoppedError, QueueFullError
+from transformer_vq.serve.requests import Finished, NewToken, PromptRead, Request, Start
 
 pytestmark = pytest.mark.usefixtures("short_segments")
 
@@ -153,6 +157,53 @@ def test_failure_ends_only_the_requests_it_affects(model):
     assert good[-1].reason == "length"
 
 
+def assert_ends_alone(model, bad, error):
+    """Check that a request fails, and that the others get the same tokens and scores to the bit."""
+    good = [Request(a_prompt(5, seed=i), 12, seed=i, n_logprobs=2) for i in range(2)]
+    *found, failed = collect(make_engine(model), *good, bad)
+    *want, _ = collect(make_engine(model), *good, Request(a_prompt(9), 12))
+    assert (failed[-1].reason, failed[-1].error) == ("error", error)
+    assert found == want
+    return failed
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_text_without_finite_logits_ends_alone(model, monkeypatch, is_ahead, value):
+    monkeypatch.setattr(engine_module, "runs_ahead", lambda logits: is_ahead)
+    context = prefill(model, [a_prompt(5)])
+    bad_logits = Context(torch.full_like(context.logits, value), context.state)
+    layers = [replace(x, v=torch.full_like(x.v, value)) for x in context.state.layers]
+    bad_state = Context(context.logits, replace(context.state, layers=tuple(layers)))
+    for start, n_new in ((bad_logits, 0), (bad_state, 1)):
+        request = Request([], 12, start=Start(start, b"bad"))
+        failed = assert_ends_alone(model, request, "the logits are NaN or infinite")
+        assert failed[-1].n_new == n_new
+
+
+def test_choice_that_fails_ends_its_text_alone(model, monkeypatch):
+    bad = Sampling(top_k=3)
+
+    def choose(rules, logits, uniform):
+        if bad in rules:
+            raise RuntimeError("this rule always fails")
+        return sampling_module.choose(rules, logits, uniform)
+
+    monkeypatch.setattr(engine_module, "choose", choose)
+    assert_ends_alone(model, Request(a_prompt(7), 12, bad), "internal error")
+
+
+def test_token_that_fails_ends_its_text_alone(model, monkeypatch):
+    class Failing(TextStream):
+        def push(self, token):
+            if "fail" in self._stop:
+                raise MemoryError
+            return super().push(token)
+
+    monkeypatch.setattr(generation_module, "TextStream", Failing)
+    assert_ends_alone(model, Request(a_prompt(7), 12, stop=("fail",)), "out of memory")
+
+
 def test_thread_serves_many_clients(model):
     engine = make_engine(model)
     engine.start()
@@ -190,6 +241,45 @@ def test_stop_finishes_what_it_can_and_cancels_the_rest(model):
     while not isinstance(event := events.get(timeout=5), Finished):
         pass
     assert event.reason == "cancelled"
+
+
+def test_request_that_arrives_just_before_stop_is_finished(model):
+    engine, events, stopper = make_engine(model), [], []
+
+    def run_once():
+        found = Engine.run_once(engine)
+        if not found and not stopper:  # before the thread notices that it is to end
+            engine.submit(Request(a_prompt(3), 1), events.append)
+            thread = threading.Thread(target=engine.stop, args=(5,))
+            thread.start()
+            stopper.append(thread)
+            while not engine._stopping:
+                time.sleep(0.01)
+        return found
+
+    engine.run_once = run_once
+    engine.start()
+    wait_until(lambda: stopper)
+    stopper[0].join()
+    assert [event.reason for event in events if isinstance(event, Finished)] == ["length"]
+
+
+def test_stop_sees_requests_that_start_while_it_looks(model, monkeypatch):
+    read = Engine.n_active.fget
+
+    def slow(engine):
+        found = read(engine)
+        time.sleep(0.05)  # meanwhile the request leaves the queue
+        return found
+
+    engine, events = make_engine(model), []
+    engine.submit(Request(a_prompt(3), 30, stop_at_end=False), events.append)
+    run_once = engine.run_once
+    engine.run_once = lambda: (time.sleep(0.02), run_once())[1]
+    monkeypatch.setattr(Engine, "n_active", property(slow))
+    engine.start()
+    engine.stop(seconds=30)
+    assert events[-1].reason == "length"
 
 
 def test_memory_of_a_slot_is_constant(model):

@@ -34,6 +34,26 @@ def test_models_health_metrics_and_docs(client, service):
     assert "http" not in page.replace("http-equiv", "")  # nothing from other servers
 
 
+def test_metrics_have_latencies_and_tokens_of_contexts(tmp_path):
+    service = a_service(tmp_path)
+    with running(service) as client:
+        made = client.post("/v1/contexts", {"text": "A document."})[2]
+        for _ in range(2):
+            client.complete(context=made["id"], prompt=" It", max_tokens=7, seed=1)
+        wait_until(lambda: service.engine.n_active == 0)
+        n_new = metric(client, "tvq_generated_tokens_total")
+        # The second prompt is a stored prefix, too.
+        assert metric(client, "tvq_cached_tokens_total") == 2 * made["tokens"] + 3
+        for name, n in (
+            ("queue_wait", 3),
+            ("time_to_first_token", 2),
+            ("time_per_output_token", n_new - 2),
+            ("request_duration", 3),
+        ):
+            assert metric(client, f"tvq_{name}_seconds_count") == n, name
+            assert metric(client, f"tvq_{name}_seconds_sum") >= 0
+
+
 def metric(client, name):
     lines = client.get("/metrics")[2].decode().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
@@ -70,7 +90,7 @@ def test_large_bodies_and_prompts_are_refused(tmp_path):
         assert (status, found["error"]["code"]) == (413, "request_too_large")
         status, _, found = client.post("/v1/completions", {"prompt": "x" * 100})
         assert (status, found["error"]["code"]) == (413, "prompt_too_long")
-        assert client.post("/v1/completions", {"prompt": "x" * 99})[0] == 200
+        assert client.post("/v1/completions", {"prompt": "x" * 99, "max_tokens": 1})[0] == 200
         connection = http.client.HTTPConnection(client.host, client.port, timeout=20)
         chunks = (b"x" * 500 for _ in range(10))  # without a length
         headers = {"Content-Type": "application/json"}

@@ -49,6 +49,7 @@ class Job:
                 "prompt": self.prompt,
                 "max_tokens": self.max_tokens,
                 "temperature": self.temperature,
+                "top_p": 1.0,
                 "seed": self.seed,
                 "stream": True,
             }

@@ -21,6 +21,7 @@ from transformer_vq.cli.arguments import (
 from transformer_vq.cli.options import Checkpoint, Device, Json, Overwrite
 from transformer_vq.cli.output import out_of_memory_advice, print_json
 from transformer_vq.config import Precision
+from transformer_vq.generation import defaults
 
 if TYPE_CHECKING:
     from transformer_vq.data.tokenizers import Tokenizer
@@ -45,11 +46,11 @@ class SampleOptions:
     prompt_file: Path | None = None
     """File with the text to continue; - reads standard input. It may have any length: memory use is
     constant."""
-    tokens: int = 500
+    tokens: int = defaults.NEW_TOKENS
     """Maximum number of tokens to generate."""
-    temperature: float = 1.0
+    temperature: float = defaults.TEMPERATURE
     """Softmax temperature; below 1 favors likely tokens, 0 always chooses the most likely one."""
-    top_p: float = 0.95
+    top_p: float = defaults.TOP_P
     """Nucleus sampling: keep the most likely tokens that together reach this probability."""
     top_k: int | None = None
     """Sample from the k most likely tokens only."""

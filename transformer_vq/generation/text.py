@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from transformer_vq.data.tokenizers import Tokenizer
+from transformer_vq.generation import defaults
 from transformer_vq.generation.decode import stream
 from transformer_vq.generation.prefill import Context, prefill
 from transformer_vq.generation.sampling import Sampling
@@ -135,10 +136,10 @@ def generate_text(
     model: TransformerVQ,
     tokenizer: Tokenizer,
     prompt: str = "",
-    max_new_tokens: int = 500,
+    max_new_tokens: int = defaults.NEW_TOKENS,
     *,
-    temperature: float = 1.0,
-    top_p: float = 0.95,
+    temperature: float = defaults.TEMPERATURE,
+    top_p: float = defaults.TOP_P,
     top_k: int | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),

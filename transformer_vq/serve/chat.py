@@ -6,13 +6,17 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
+from transformer_vq.data.chat_template import compile_chat_template
 from transformer_vq.data.tokenizers import Tokenizer
+from transformer_vq.serve.bodies import body_route
 from transformer_vq.serve.completions import Text, check_number, token_name, usage
 from transformer_vq.serve.errors import APIError
 from transformer_vq.serve.requests import Event, NewToken, TokenScore
@@ -23,7 +27,7 @@ from transformer_vq.serve.streaming import stream_response
 
 def chat_router(service: Service) -> APIRouter:
     """Return the route."""
-    router = APIRouter()
+    router = APIRouter(route_class=body_route(service.limits.prompt_tokens))
 
     @router.post("/v1/chat/completions", response_model=None, tags=["generation"])
     async def chat(body: ChatBody, client: HTTPRequest) -> Response:
@@ -31,11 +35,10 @@ def chat_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         max_tokens = service.new_tokens(body.max_completion_tokens or body.max_tokens)
         start = await service.start(body.context)
-        text = render(service, body.messages)
-        prompt = await encode_special(service, text)
+        prompt = await read_messages(service, body.messages, client)
         if start is None and prompt[:1] != [service.tokenizer.bos]:
             prompt = [service.tokenizer.bos, *prompt]
-        service.check_tokens(prompt, "messages")
+        service.check_length(len(prompt), "messages")
         check_number(body.n, service)
         seed, n_top = service.seed(body), (body.top_logprobs or 0) if body.logprobs else None
         requests = [
@@ -95,44 +98,59 @@ def chat_router(service: Service) -> APIRouter:
     return router
 
 
-def render(service: Service, messages: list[ChatMessage]) -> str:
-    """Return the prompt of a conversation; raise APIError if there is no template for it."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+async def read_messages(
+    service: Service, messages: list[ChatMessage], client: HTTPRequest
+) -> list[int]:
+    """Return the prompt of a conversation; raise APIError if there is no template for it.
 
+    Names of special tokens are tokens in the template, and text in the messages.
+    """
     if service.chat_template is None:
         message = "this model has no chat template; use /v1/completions"
         raise APIError(400, message, code="no_chat_template")
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = raise_exception
-    names = {token: name for name, token in special_tokens(service.tokenizer).items()}
-    eod = service.tokenizer.eod
-    try:
-        return environment.from_string(service.chat_template).render(
-            messages=[message.plain() for message in messages],
-            add_generation_prompt=True,
-            bos_token=names.get(service.tokenizer.bos, ""),
-            eos_token="" if eod is None else names.get(eod, ""),
-        )
-    except TemplateError as error:
-        raise APIError(400, f"messages: the chat template rejects them: {error}") from error
-
-
-async def encode_special(service: Service, text: str) -> list[int]:
-    """Return the tokens of a rendered template, in which names of special tokens are tokens."""
     special = special_tokens(service.tokenizer)
-    tokens: list[int] = []
     names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
+    # Divides names in messages while they are rendered; unknown to clients, and without letters,
+    # which a template may change.
+    mark = str(secrets.randbits(128))
+    render = partial(_render, service, service.chat_template, messages, names, mark)
+    text = await run_in_threadpool(render)
+    tokens: list[int] = []
     for part in re.split(f"({names})", text) if names else [text]:
         if part in special:
             tokens.append(special[part])
         elif part:
-            tokens.extend(await service.encode(part, "messages"))
+            tokens += await service.encode(part.replace(mark, ""), "messages", client)
     return tokens
+
+
+def _render(
+    service: Service, template: str, messages: list[ChatMessage], names: str, mark: str
+) -> str:
+    """Return the text of a template, with marks inside names of special tokens in messages."""
+
+    def divided(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {divided(key): divided(x) for key, x in value.items()}
+        if isinstance(value, list):
+            return [divided(x) for x in value]
+        if isinstance(value, str) and names:
+            return re.sub(names, lambda name: mark.join(name[0]) + mark, value)
+        return value
+
+    named = {token: name for name, token in special_tokens(service.tokenizer).items()}
+    eod = service.tokenizer.eod
+    try:
+        return compile_chat_template(template).render(
+            messages=[divided(message.plain()) for message in messages],
+            add_generation_prompt=True,
+            bos_token=named.get(service.tokenizer.bos, ""),
+            eos_token="" if eod is None else named.get(eod, ""),
+        )
+    except Exception as error:  # whatever a template does with fields that it does not expect
+        reason = " ".join(str(error).split())
+        message = f"messages: the chat template rejects them: {reason:.200}"
+        raise APIError(400, message, "messages") from error
 
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:

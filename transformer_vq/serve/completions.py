@@ -10,9 +10,11 @@ from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
+from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import JSONResponse, Response
 
 from transformer_vq.data.tokenizers import Tokenizer
+from transformer_vq.serve.bodies import body_route
 from transformer_vq.serve.errors import APIError
 from transformer_vq.serve.requests import Event, NewToken, PromptRead, TokenScore
 from transformer_vq.serve.schema import CompletionBody
@@ -20,11 +22,12 @@ from transformer_vq.serve.service import Service, check_finished
 from transformer_vq.serve.streaming import stream_response
 
 MAX_TEXTS = 256  # per request: prompts times n
+MAX_SCORES = 100_000  # log probabilities of prompts per request; each takes about 700 bytes
 
 
 def completions_router(service: Service) -> APIRouter:
     """Return the route."""
-    router = APIRouter()
+    router = APIRouter(route_class=body_route(service.limits.prompt_tokens))
 
     @router.post("/v1/completions", response_model=None, tags=["generation"])
     async def completions(body: CompletionBody, client: HTTPRequest) -> Response:
@@ -32,8 +35,10 @@ def completions_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         max_tokens = service.new_tokens(body.max_tokens)
         start = await service.start(body.context)
-        prompts = await read_prompts(service, body)
-        check_number(len(prompts) * body.n, service)
+        prompts = await read_prompts(service, body, client)
+        scores_prompt = body.echo and body.logprobs is not None
+        if scores_prompt:
+            check_scores(sum(len(prompt.tokens) for prompt in prompts) * body.n, body.logprobs or 0)
         seed = service.seed(body)
         requests = [
             service.request(
@@ -44,7 +49,7 @@ def completions_router(service: Service) -> APIRouter:
                 sample=sample,
                 start=start,
                 n_logprobs=body.logprobs,
-                scores_prompt=body.echo and body.logprobs is not None,
+                scores_prompt=scores_prompt,
             )
             for prompt in prompts
             for sample in range(body.n)
@@ -93,33 +98,45 @@ class Prompt:
     text: str
 
 
-async def read_prompts(service: Service, body: CompletionBody) -> list[Prompt]:
-    """Return the prompts of a body; raise APIError if they are of other types."""
+async def read_prompts(service: Service, body: CompletionBody, client: HTTPRequest) -> list[Prompt]:
+    """Return the prompts of a body; raise APIError if they are of other types, or too many."""
     given = body.prompt
     bos = [] if body.context is not None else [service.tokenizer.bos]
-    if isinstance(given, str) or _is_tokens(given):
+    if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
         given = [given]
     if not isinstance(given, list) or not given:
         message = "prompt: give a text, a list of texts, a list of token ids, or a list of these"
         raise APIError(400, message, "prompt")
-    found = []
+    check_number(len(given) * body.n, service)
+    found: list[Prompt] = []
     for item in given:
         if isinstance(item, str):
-            tokens = [*bos, *await service.encode(item, "prompt")]
-        elif _is_tokens(item):
-            tokens = item  # clients that send tokens decide themselves whether bos comes first
+            prompt = Prompt([*bos, *await service.encode(item, "prompt", client)], item)
         else:
-            message = "prompt: every entry must be a text or a list of token ids"
-            raise APIError(400, message, "prompt")
-        service.check_tokens(tokens, "prompt")
-        is_text = isinstance(item, str)
-        decoded = "" if is_text else service.tokenizer.decode(item).decode(errors="replace")
-        found.append(Prompt(tokens, item if is_text else decoded))
+            prompt = await run_in_threadpool(_token_prompt, service, item, body.echo)
+        found.append(prompt)
+        service.check_length(sum(len(x.tokens) for x in found), "prompt")
     return found
 
 
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)
+def _token_prompt(service: Service, item: Any, is_echoed: bool) -> Prompt:
+    """Return a prompt of token ids; clients decide themselves whether bos comes first."""
+    if not isinstance(item, list) or not item or any(type(x) is not int for x in item):
+        message = "prompt: every entry must be a text or a list of token ids"
+        raise APIError(400, message, "prompt")
+    service.check_tokens(item, "prompt")
+    text = service.tokenizer.decode(item).decode(errors="replace") if is_echoed else ""
+    return Prompt(item, text)
+
+
+def check_scores(n_tokens: int, n_top: int) -> None:
+    """Raise APIError if too many log probabilities of prompts are requested."""
+    if n_tokens * (1 + n_top) > MAX_SCORES:
+        message = (
+            f"echo with logprobs={n_top}: the prompts have {n_tokens:,} tokens, but at most "
+            f"{MAX_SCORES // (1 + n_top):,} are scored; send fewer at a time"
+        )
+        raise APIError(400, message, "logprobs")
 
 
 def check_number(n: int, service: Service) -> None:

@@ -17,16 +17,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from transformer_vq.data.tokenizers import Tokenizer
 from transformer_vq.errors import UserError, is_out_of_memory
 from transformer_vq.generation.decode import runs_ahead
 from transformer_vq.generation.decoder import Decoder
-from transformer_vq.generation.sampling import Sampling, choose
+from transformer_vq.generation.sampling import NOT_FINITE, Sampling, choose, mark_not_finite
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.nn.quantizer import NotFiniteError
 from transformer_vq.serve.generation import Generation, Notify, scores
+from transformer_vq.serve.metrics import Latencies
 from transformer_vq.serve.prefixes import PrefixStore
 from transformer_vq.serve.requests import Finished, NewToken, PromptRead, Request, TokenScore
 from transformer_vq.transfer import HostCopy, to_device
@@ -50,10 +54,12 @@ class Counters:
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    """Tokens of prompts and stored contexts that were not processed again."""
     new_tokens: int = 0
     steps: int = 0
     finished: dict[str, int] = field(default_factory=dict)
     """Number of requests by reason."""
+    latencies: Latencies = field(default_factory=Latencies)
 
 
 def check_servable(model: TransformerVQ) -> None:
@@ -97,6 +103,7 @@ class Engine:
         """Requests whose prompts are being read; each will have a slot."""
         self._waiting: deque[Generation] = deque()
         self._lock = threading.Lock()
+        """Held while requests move: each is in one of the three places above at any time."""
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -110,6 +117,10 @@ class Engine:
     @property
     def n_active(self) -> int:
         """Requests that are being processed."""
+        with self._lock:
+            return self._n_active()
+
+    def _n_active(self) -> int:
         return len(self._reading) + sum(slot is not None for slot in self._slots)
 
     @property
@@ -164,7 +175,7 @@ class Engine:
         self._wake.set()
         if self._thread is not None:
             deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline and (self.n_active or self.n_waiting):
+            while time.monotonic() < deadline and self._all():
                 time.sleep(0.02)
             for generation in self._all():
                 generation.cancel()
@@ -182,9 +193,10 @@ class Engine:
             self._wake.clear()
             if self.run_once():
                 continue
-            if self._stopping:
+            if not self._stopping:
+                self._wake.wait()
+            elif not self._all():  # one may have been submitted since
                 return
-            self._wake.wait()
 
     def run_once(self) -> bool:
         """Process one segment of a prompt and one token of every text; return whether any was."""
@@ -204,6 +216,8 @@ class Engine:
         except Exception as error:
             logger.exception("a step of the engine failed")
             message = "out of memory" if is_out_of_memory(error) else "internal error"
+            if isinstance(error, NotFiniteError):
+                message = str(error)
             for generation in affected:
                 generation.finish("error", error=message)
         return True
@@ -218,29 +232,27 @@ class Engine:
             elif deadline is not None and now >= deadline:
                 generation.finish("timeout")
         with self._lock:
-            ended = [x for x in self._waiting if x.finished]
+            for x in (*self._waiting, *self._reading, *self._slots):
+                if x is not None and x.finished:
+                    self._count(x, now)
             self._waiting = deque(x for x in self._waiting if not x.finished)
-        ended += [x for x in self._reading if x.finished]
-        self._reading = deque(x for x in self._reading if not x.finished)
-        for i, slot in enumerate(self._slots):
-            if slot is not None and slot.finished:
-                ended.append(slot)
-                self._slots[i] = None
-        for generation in ended:
-            self._count(generation)
+            self._reading = deque(x for x in self._reading if not x.finished)
+            self._slots = [None if x is None or x.finished else x for x in self._slots]
 
-    def _count(self, generation: Generation) -> None:
-        counters, reason = self.counters, str(generation.reason)
-        counters.cached_tokens += generation.n_cached
+    def _count(self, generation: Generation, now: float) -> None:
+        counters, reason, start = self.counters, str(generation.reason), generation.request.start
+        counters.cached_tokens += generation.n_cached + (0 if start is None else start.n_tokens)
         counters.finished[reason] = counters.finished.get(reason, 0) + 1
+        counters.latencies.request.observe(now - generation.submitted)
 
     def _admit(self) -> None:
         """Start to read the prompts of waiting requests, as many as there are free slots."""
-        while self.n_active < self.n_slots:
-            with self._lock:
-                if not self._waiting:
-                    return
-                self._reading.append(self._waiting.popleft())
+        now = time.monotonic()
+        with self._lock:
+            while self._waiting and self._n_active() < self.n_slots:
+                generation = self._waiting.popleft()
+                self._reading.append(generation)
+                self.counters.latencies.waiting.observe(now - generation.submitted)
 
     def _read(self) -> None:
         """Process one segment of the next prompt in turn."""
@@ -251,7 +263,8 @@ class Engine:
             generation.read(self.model, self.prefixes)
             self.counters.prompt_tokens += before - generation.n_unread
         if generation.n_unread:
-            self._reading.rotate(-1)
+            with self._lock:
+                self._reading.rotate(-1)
             return
         slot = self._slots.index(None)
         generation.start_decoding()
@@ -260,30 +273,62 @@ class Engine:
             return
         self._decoder.write_row_(slot, generation.context.state)
         self._logits[slot] = generation.context.logits[0]
-        self._slots[slot] = self._reading.popleft()
+        with self._lock:
+            self._slots[slot] = self._reading.popleft()
 
     def _decode(self) -> None:
-        """Choose the next token of every text, and compute the logits of the one after it."""
+        """Choose the next token of every text, and compute the logits of the one after it.
+
+        What fails for one text ends that text only. A failing step of the decoder ends all: it
+        changes the states in place, so it cannot be repeated.
+        """
         slots = [x if x is not None and not x.finished else None for x in self._slots]
-        rules = [GREEDY if x is None else x.request.sampling for x in slots]
         drawn = [0.0 if x is None else x.uniform() for x in slots]
         logits = self._logits
         uniform = torch.tensor(drawn, dtype=torch.float64).to(logits.dtype)
-        tokens = choose(rules, logits, to_device(uniform, logits.device))
-        fetched, is_ahead = HostCopy(tokens), runs_ahead(logits)
+        tokens = self._choose(slots, to_device(uniform, logits.device))
+        fetched, is_ahead = HostCopy(mark_not_finite(tokens, logits)), runs_ahead(logits)
         if is_ahead:
             self._logits = self._decoder.step(tokens)
-        found = fetched.tolist()
+        found, now = fetched.tolist(), time.monotonic()
         self.counters.steps += 1  # before the events, which may be the end of a response
-        self.counters.new_tokens += sum(x is not None for x in slots)
         for i, generation in enumerate(slots):
             if generation is not None:
-                generation.add(found[i], _score(logits[i], found[i], generation.request))
+                add = partial(self._add, generation, found[i], logits[i], now)
+                self._guarded(add, [generation])
         if not is_ahead and any(x is not None and not x.finished for x in slots):
             self._logits = self._decoder.step(tokens)
 
+    def _choose(self, slots: Sequence[Generation | None], uniform: Tensor) -> Tensor:
+        """Choose the next token of every slot; if that fails, end the requests at fault."""
+        rules = [GREEDY if x is None else x.request.sampling for x in slots]
+        try:
+            return choose(rules, self._logits, uniform)
+        except Exception:
+            tokens = torch.zeros_like(uniform, dtype=torch.int64)
 
-def _score(logits: torch.Tensor, token: int, request: Request) -> TokenScore | None:
+        def choose_one(i: int) -> None:
+            row = slice(i, i + 1)
+            tokens[row] = choose(rules[row], self._logits[row], uniform[row])
+
+        for i, generation in enumerate(slots):
+            if generation is not None:
+                self._guarded(partial(choose_one, i), [generation])
+        return tokens
+
+    def _add(self, generation: Generation, token: int, logits: Tensor, now: float) -> None:
+        """Report a token to its request."""
+        if generation.finished:
+            return
+        if token == NOT_FINITE:
+            raise NotFiniteError("the logits are NaN or infinite")
+        self.counters.new_tokens += 1
+        self.counters.latencies.observe_token(now, generation.submitted, generation.last_token)
+        generation.last_token = now
+        generation.add(token, _score(logits, token, generation.request))
+
+
+def _score(logits: Tensor, token: int, request: Request) -> TokenScore | None:
     if request.n_logprobs is None:
         return None
     (score,) = scores(logits.unsqueeze(0), [token], request.n_logprobs)

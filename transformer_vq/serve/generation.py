@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -46,6 +47,9 @@ class Generation:
         self._stop_token = tokenizer.eod if has_end else None
         self._rng = np.random.default_rng([request.seed, request.sample])
         self._cancelled = threading.Event()
+        self.submitted = time.monotonic()
+        self.last_token: float | None = None
+        """Time of the last token, if there was one."""
         self.reason: Reason | None = None
         self.n_cached = 0
         self.n_new = 0
@@ -117,7 +121,9 @@ class Generation:
 
     def start_decoding(self) -> None:
         """Report that the prompt was read."""
-        self._send(PromptRead(tuple(self._scores)))
+        read = PromptRead(tuple(self._scores))
+        self._scores = []  # large
+        self._send(read)
 
     # Decoding
 

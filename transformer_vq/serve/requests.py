@@ -52,7 +52,7 @@ class Request:
     """Time of `time.monotonic` at which the request ends with reason "timeout"."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TokenScore:
     """The log probability of a token, and the most likely tokens with theirs."""
 

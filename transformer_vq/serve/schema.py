@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from transformer_vq.generation import defaults
+
+MAX_MESSAGES = 10_000
 MAX_SAMPLES = 128
 MAX_STOP = 16
 MAX_LOGPROBS = 20
@@ -35,8 +38,8 @@ class GenerationBody(Body):
     """What completions and chat completions have in common."""
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=100)] = defaults.TEMPERATURE
+    top_p: Annotated[float, Field(gt=0, le=1)] = defaults.TOP_P
     top_k: Annotated[int, Field(ge=1)] | None = None
     """Not part of the OpenAI API: sample from the k most likely tokens only."""
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
@@ -87,7 +90,7 @@ class CompletionBody(GenerationBody):
 
     prompt: Any = ""
     """A text, a list of texts, a list of token ids, or a list of such lists."""
-    max_tokens: Annotated[int, Field(ge=0)] | None = 16
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
     best_of: int | None = None
@@ -114,20 +117,24 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    role: str
-    content: str | list[ChatPart] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[ChatPart], Field(max_length=MAX_MESSAGES)] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the message with its content as one text, for the template."""
+        """Return the message for the template, with its content as one text."""
         parts = self.content
         text = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
-        return {**(self.model_extra or {}), "role": self.role, "content": text}
+        role = "system" if self.role == "developer" else self.role
+        return self.model_dump(exclude_unset=True) | {"role": role, "content": text}
 
 
 class ChatBody(GenerationBody):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False

@@ -13,7 +13,9 @@ from typing import Any
 from fastapi import Request as HTTPRequest
 from fastapi.concurrency import run_in_threadpool
 
+from transformer_vq.data.segments import SEGMENT, divide
 from transformer_vq.data.tokenizers import Tokenizer
+from transformer_vq.generation import defaults
 from transformer_vq.generation.sampling import Sampling
 from transformer_vq.serve.contexts import ContextStore
 from transformer_vq.serve.engine import Engine
@@ -31,7 +33,7 @@ class Limits:
     body_bytes: int = 64_000_000
     """Size of a request in bytes."""
     prompt_tokens: int = 4_000_000
-    """Tokens of a prompt or document."""
+    """Tokens of a document, or of all prompts of a request."""
     new_tokens: int = 65_536
     """Tokens to generate per text."""
     seconds: float = 600.0
@@ -71,29 +73,48 @@ class Service:
         limit = self.limits.new_tokens
         if given is not None and given > limit:
             raise APIError(400, f"max_tokens: must be at most {limit:,}", "max_tokens")
-        return limit if given is None else given
+        return min(defaults.NEW_TOKENS, limit) if given is None else given
 
     async def start(self, context: str | None) -> Start | None:
         """Return the stored context of an id; raise APIError if there is none."""
         return None if context is None else await run_in_threadpool(self.contexts.open, context)
 
-    async def encode(self, text: str, param: str) -> list[int]:
-        """Return the tokens of a text; long ones don't block other requests."""
+    async def encode(self, text: str, param: str, client: HTTPRequest | None = None) -> list[int]:
+        """Return the tokens of a text; long ones don't block other requests.
+
+        Raises APIError for too many tokens, and if the client has disconnected meanwhile.
+        """
+
+        def encode(part: str) -> list[int]:
+            part.encode()
+            found: list[int] = self.tokenizer.encode_batch([part])[0].tolist()
+            return found
+
+        cuts, tokens = self.tokenizer.cuts, list[int]()
+        parts = [text]
+        if cuts is not None and len(text) > SEGMENT:
+            parts = await run_in_threadpool(divide, text, SEGMENT, cuts)
         try:
-            text.encode()
+            for part in parts:
+                if client is not None and await client.is_disconnected():
+                    raise APIError(400, "the client disconnected")
+                tokens += await run_in_threadpool(encode, part)
+                self.check_length(len(tokens), param)
         except UnicodeEncodeError:
             message = f"{param}: is not valid Unicode (a lone surrogate)"
             raise APIError(400, message, param) from None
-        return await run_in_threadpool(self.tokenizer.encode, text)
+        return tokens
+
+    def check_length(self, n_tokens: int, param: str) -> None:
+        """Raise APIError for too many tokens."""
+        limit = self.limits.prompt_tokens
+        if n_tokens > limit:
+            message = f"{param}: has more than {limit:,} tokens; send a shorter text"
+            raise APIError(413, message, param, "prompt_too_long")
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raise APIError if token ids are unknown, or too many."""
-        if len(tokens) > self.limits.prompt_tokens:
-            message = (
-                f"{param}: has {len(tokens):,} tokens, but at most {self.limits.prompt_tokens:,} "
-                "are accepted"
-            )
-            raise APIError(413, message, param, "prompt_too_long")
+        self.check_length(len(tokens), param)
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             message = f"{param}: token ids must be from 0 to {self.vocab_size - 1}"
             raise APIError(400, message, param)

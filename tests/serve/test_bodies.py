@@ -1,0 +1,109 @@
+"""Large and hostile bodies: limits are checked first, and other clients are served meanwhile."""
+
+import http.client
+import json
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from servers import TOKENIZER, a_service, running, wait_until
+
+from transformer_vq.data.segments import SEGMENT
+from transformer_vq.data.tokenizers import ByteTokenizer
+from transformer_vq.serve import bodies as bodies_module
+from transformer_vq.serve import service as service_module
+from transformer_vq.serve.service import Limits
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Counts the texts that are encoded; each takes a while."""
+
+    def __init__(self):
+        super().__init__(end_of_document=True)
+        self.n_encoded = 0
+        self.last = time.monotonic()
+
+    def encode(self, text):
+        return self.encode_batch([text])[0].tolist()
+
+    def encode_batch(self, texts):
+        self.n_encoded += 1
+        self.last = time.monotonic()
+        time.sleep(0.01)
+        return super().encode_batch(texts)
+
+
+def test_prompts_are_counted_before_they_are_read(tmp_path):
+    tokenizer = CountingTokenizer()
+    with running(a_service(tmp_path, tokenizer=tokenizer)) as client:
+        for prompts in (["a"] * 300, [[1]] * 300):
+            status, _, found = client.post("/v1/completions", {"prompt": prompts})
+            assert (status, found["error"]["param"]) == (400, "n")
+            assert "300 texts" in found["error"]["message"]
+    assert tokenizer.n_encoded == 0
+
+
+def test_values_and_tokens_of_a_body_are_limited(tmp_path):
+    with running(a_service(tmp_path, limits=Limits(prompt_tokens=100))) as client:
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            status, _, found = client.post(path, {"prompt": [[]] * 200_000})
+            assert status == 413
+            assert "commas" in found["error"]["message"]
+        for prompts in (["x" * 60] * 2, [[1] * 60] * 2, [1] * 101):
+            status, _, found = client.post("/v1/completions", {"prompt": prompts})
+            assert (status, found["error"]["code"]) == (413, "prompt_too_long")
+        assert client.post("/v1/completions", {"prompt": [[1] * 50] * 2, "max_tokens": 1})[0] == 200
+
+
+def test_scored_tokens_of_prompts_are_limited(client):
+    body = {"prompt": "x" * 4999, "max_tokens": 0, "echo": True}
+    status, _, found = client.post("/v1/completions", body | {"logprobs": 20})
+    assert (status, found["error"]["param"]) == (400, "logprobs")
+    assert "at most 4,761" in found["error"]["message"]
+    found = client.complete(**body, logprobs=19)
+    assert len(found["choices"][0]["logprobs"]["tokens"]) == 5000
+
+
+def test_long_texts_have_the_same_tokens_as_short_ones(client, monkeypatch):
+    monkeypatch.setattr(service_module, "SEGMENT", 50)
+    text = "a line of text\n" * 20
+    found = client.complete(prompt=text, max_tokens=1, seed=1)
+    want = client.complete(prompt=[TOKENIZER.bos, *text.encode()], max_tokens=1, seed=1)
+    assert found["choices"] == want["choices"]
+    assert found["usage"]["prompt_tokens"] == want["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_other_requests_are_answered_while_a_large_body_is_parsed(client, monkeypatch, path):
+    parsing, answered = threading.Event(), threading.Event()
+
+    def loads(content):
+        parsing.set()
+        assert answered.wait(20)
+        return json.loads(content)
+
+    monkeypatch.setattr(bodies_module, "json", SimpleNamespace(loads=loads))
+    statuses = []
+    body = {"prompt": "x" * 100_000, "unknown": 1}
+    thread = threading.Thread(target=lambda: statuses.append(client.post(path, body)[0]))
+    thread.start()
+    assert parsing.wait(20)
+    assert client.get("/health")[0] == 200
+    answered.set()
+    thread.join()
+    assert statuses == [400]
+
+
+def test_text_of_a_client_that_has_left_is_not_encoded(tmp_path):
+    tokenizer, n_parts = CountingTokenizer(), 200
+    service = a_service(tmp_path, tokenizer=tokenizer)
+    with running(service) as client:
+        connection = http.client.HTTPConnection(client.host, client.port, timeout=20)
+        body = json.dumps({"prompt": "x" * SEGMENT * n_parts})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+        wait_until(lambda: tokenizer.n_encoded > 1)
+        connection.close()
+        wait_until(lambda: time.monotonic() - tokenizer.last > 0.5)
+        assert tokenizer.n_encoded < n_parts
+        assert service.engine.counters.prompt_tokens == 0

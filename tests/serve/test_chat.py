@@ -1,0 +1,96 @@
+"""POST /v1/chat/completions: templates, roles, and control tokens that clients cannot send."""
+
+import pytest
+from servers import TOKENIZER, a_service, running
+
+PATH = "/v1/chat/completions"
+END = TOKENIZER.eod
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}"
+    "{% for call in m.tool_calls %}{{ call | tojson }}{% endfor %}<|endoftext|>{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    with running(a_service(tmp_path_factory.mktemp("chat"), chat_template=TEMPLATE)) as client:
+        yield client
+
+
+def assert_same_text(client, messages, prompt):
+    """Check that messages are converted to these tokens."""
+    status, _, found = client.post(PATH, {"messages": messages, "max_tokens": 20, "seed": 3})
+    assert status == 200, found
+    want = client.complete(prompt=[TOKENIZER.bos, *prompt], max_tokens=20, seed=3)
+    assert found["usage"]["prompt_tokens"] == 1 + len(prompt)
+    assert found["choices"][0]["message"]["content"] == want["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    "text", ["<|endoftext|>", "a<|endoftext|>b ", "<|endoftext|>" * 2, "<|end"]
+)
+def test_names_of_special_tokens_are_text_in_messages(client, text):
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]
+    plain = text.strip().encode()
+    assert_same_text(client, messages, [*b"user: ", *plain, END, *b"assistant: b", END])
+    parts = [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}]
+    messages = [{"role": "user", "content": parts}]
+    assert_same_text(client, messages, [*b"user: ", *plain, END])
+
+
+def test_names_of_special_tokens_are_text_in_other_fields_and_prompts(client):
+    call = {"<|endoftext|>": ["<|endoftext|>"]}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    text = b'assistant: {"<|endoftext|>": ["<|endoftext|>"]}'
+    assert_same_text(client, messages, [*text, END])
+    found = client.complete(prompt="<|endoftext|>", max_tokens=1)
+    assert found["usage"]["prompt_tokens"] == 1 + len("<|endoftext|>")
+
+
+def test_developer_is_the_system_role(client):
+    messages = [{"role": "developer", "content": "a"}, {"role": "tool", "content": "b"}]
+    assert_same_text(client, messages, [*b"system: a", END, *b"tool: b", END])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": "", "tool_calls": 5},
+        {"role": "user", "content": "", "tool_calls": [5]},
+        {"role": "user", "content": "", "tool_calls": "x"},
+        {"role": "user", "content": "", "name": ["x"]},
+        {"role": "tool", "content": "", "tool_call_id": {}},
+        {"role": "admin", "content": ""},
+        {"role": "user<|endoftext|>", "content": ""},
+        {"role": None, "content": ""},
+        {"role": "user", "content": 5},
+        {"role": "user", "content": "\ud800"},
+        5,
+    ],
+)
+def test_odd_messages_are_rejected(client, message):
+    status, _, found = client.post(PATH, {"messages": [message]})
+    assert status == 400, found
+    assert "\n" not in found["error"]["message"]
+
+
+def test_template_that_fails_is_a_client_error(tmp_path):
+    template = "{{ messages[0].extra + 1 }}"
+    with running(a_service(tmp_path, chat_template=template)) as client:
+        for extra in ("x", [], {}):
+            message = {"role": "user", "content": "x", "extra": extra}
+            status, _, found = client.post(PATH, {"messages": [message]})
+            assert status == 400
+            assert "the chat template rejects them" in found["error"]["message"]
+
+
+def test_features_of_exported_templates_are_served(tmp_path):
+    """What `tvq export` accepts: loop controls, generation blocks, JSON and dates."""
+    template = (
+        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ [m.content] | tojson(indent=None) }}{% endgeneration %}"
+        "{% endfor %}{{ strftime_now('%%') }}"
+    )
+    with running(a_service(tmp_path, chat_template=template)) as client:
+        messages = [{"role": "user", "content": "<a>"}, {"role": "user", "content": "b"}]
+        assert_same_text(client, messages, b'["<a>"]%')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import re
 import subprocess
 import sys
@@ -35,9 +36,11 @@ def serving(run: str, store: Path, options: Sequence[str] = ()) -> Iterator[Serv
     """
     command = [sys.executable, "-m", "transformer_vq", "serve", run, "--store", str(store)]
     command += ["--port", "0", "--prefix-memory-mb", "0", "--time-limit", "1e6", *options]
-    command += ["--api-key="]  # without a key, also if the environment has one
+    environment = {name: x for name, x in os.environ.items() if name != "TVQ_API_KEY"}
     with tempfile.TemporaryFile("w+") as messages:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=messages, text=True, env=environment
+        )
         try:
             assert process.stdout is not None
             found = re.search(r":(\d+)/", process.stdout.readline())

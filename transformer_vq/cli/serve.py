@@ -124,9 +124,7 @@ def _check_key(key: str) -> None:
         raise UsageError(f"{where}: must be printable ASCII text")
 
 
-def _service(
-    name: str, options: ServeOptions, api_key: str | None, held: ExitStack
-) -> Service:
+def _service(name: str, options: ServeOptions, api_key: str | None, held: ExitStack) -> Service:
     """Load the model and open its store, which stays locked until `held` is closed."""
     from transformer_vq.data.sources.paths import expand_user
     from transformer_vq.device import (

@@ -56,9 +56,7 @@ def contexts_router(service: Service) -> APIRouter:
         """Describe a stored context."""
         return service.contexts.get(context).plain()
 
-    @router.post(
-        "/{context}/branch", status_code=201, openapi_extra={"requestBody": JSON_BODY}
-    )
+    @router.post("/{context}/branch", status_code=201, openapi_extra={"requestBody": JSON_BODY})
     async def branch_context(context: str, client: HTTPRequest) -> dict[str, Any]:
         """Append text to a context and store the result as another one.
 

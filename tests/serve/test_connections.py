@@ -31,6 +31,20 @@ def test_connection_of_a_silent_client_is_closed(client, request_):
     assert answers.count(b"200 OK") == request_.count(b"\r\n\r\nGET")
 
 
+@pytest.mark.parametrize("connection", [b"keep-alive", b"close"])
+def test_invalid_data_after_the_response_closes_the_connection(client, caplog, connection):
+    head = b"POST /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n"
+    with socket.create_connection((client.host, client.port), timeout=20) as sending:
+        sending.sendall(head + b"Connection: " + connection + b"\r\n\r\n")
+        assert sending.recv(15) == b"HTTP/1.1 405 Me"
+        sending.sendall(b"not a chunk\r\n")
+        with suppress(ConnectionResetError):
+            while sending.recv(65536):
+                pass
+    assert client.get("/health")[0] == 200
+    assert [x for x in caplog.records if x.levelname == "ERROR"] == []
+
+
 def is_closed(connection, data):
     """Return whether the server has closed a connection; send more data."""
     try:

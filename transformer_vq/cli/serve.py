@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from transformer_vq.cli.arguments import (
     MAX_ROWS,
-    RUN_HINT,
     UsageError,
     check_range,
     first_word,
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 API_KEY = "TVQ_API_KEY"  # environment variable: unlike an option, other users cannot see it
 MEGABYTE = 1_000_000
+RUN_HINT = "RUN is a run folder, one written by `tvq export`, or books, the model in the package"
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class ServeOptions:
     max_body_mb: int = 64
     """Largest request in megabytes."""
     max_connections: int = 1000
-    """Connections at the same time. Above it, the one that is silent for longest is closed."""
+    """Maximum number of connections; above it, the one that was silent for longest is closed."""
     client_timeout: float = 30.0
-    """Seconds that a client has to send a request, or each 1,000 bytes per second of a large one,
-    and to read each part of the response."""
+    """Seconds for a client to send a request, or to read the next part of a response. A large
+    request must arrive at 1 kB per second or more."""
     time_limit: float = 600.0
     """Seconds after which a request ends with status 408."""
     stop_time: float = 10.0

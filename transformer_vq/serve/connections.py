@@ -51,6 +51,12 @@ class Connection(H11Protocol):
         self._wait()
         super().pause_writing()
 
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # a response was sent already, or is being sent
+            self.transport.close()
+
     def close_if_late(self) -> None:
         """Close the connection if the client has not sent or read enough in time."""
         if self._is_waiting() and time.monotonic() > self._since + self.client_seconds:

@@ -2,6 +2,12 @@
 
 import http.client
 import json
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -10,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from transformer_vq import ModelConfig, Sampling, TransformerVQ, prefill
+from transformer_vq.config import DataConfig, RunConfig, TrainConfig
 from transformer_vq.data.tokenizers import ByteTokenizer
 from transformer_vq.generation.snapshot import Snapshots
 from transformer_vq.generation.text import sample_text
@@ -18,6 +25,7 @@ from transformer_vq.serve.engine import Engine
 from transformer_vq.serve.prefixes import PrefixStore
 from transformer_vq.serve.server import Server, listen
 from transformer_vq.serve.service import Limits, Service
+from transformer_vq.training.checkpoint import write_config
 
 TOKENIZER = ByteTokenizer(end_of_document=True)
 LOCAL = frozenset({"127.0.0.1", "localhost"})
@@ -45,11 +53,49 @@ def an_endless_service(folder, **more):
     return a_service(folder, a_model(vocab_size=256), ByteTokenizer(), **more)
 
 
+def a_run(folder):
+    """Write a run folder with a small random model; return it."""
+    model = ModelConfig(vocab_size=256, d_model=16, n_layer=1, d_k=8, n_code=8, block_len=8)
+    config = RunConfig(model, DataConfig(end_of_document=False), train=TrainConfig(steps=1))
+    (folder / "best").mkdir(parents=True)
+    write_config(folder, config, ByteTokenizer())
+    torch.manual_seed(0)
+    TransformerVQ(model).save(folder / "best" / "model.safetensors")
+    return folder
+
+
 @contextmanager
-def running(service, hosts=LOCAL):
+def serving(run, store, *options, log=None, max_files=None):
+    """Start `tvq serve` in a subprocess; yield a client. max_files: hard limit of open files."""
+
+    def limit():
+        if max_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+
+    given = {name: x for name, x in os.environ.items() if name != "TVQ_API_KEY"}
+    command = [sys.executable, "-m", "transformer_vq", "serve", str(run), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--store", str(store), *options],
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        env={**given, "OMP_NUM_THREADS": "1"},
+        preexec_fn=limit,
+    )
+    try:
+        port = int(re.search(r":(\d+)/", process.stdout.readline()).group(1))
+        yield Client("127.0.0.1", port)
+    finally:
+        process.terminate()
+        process.wait()
+        process.stdout.close()
+
+
+@contextmanager
+def running(service, hosts=LOCAL, **limits):
     """Serve on a free port; yield the address."""
     listener = listen("127.0.0.1", 0)
-    server = Server(service, hosts, stop_seconds=0.0)
+    server = Server(service, hosts, stop_seconds=0.0, **limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
@@ -86,6 +132,15 @@ class Client:
             connection.close()
         is_json = "json" in response.headers.get("Content-Type", "")
         return response.status, response.headers, json.loads(content) if is_json else content
+
+    def raw(self, request, timeout=20):
+        """Send bytes as they are; return all that comes back before the connection is closed."""
+        with socket.create_connection((self.host, self.port), timeout=timeout) as connection:
+            connection.sendall(request)
+            found = b""
+            while part := connection.recv(65536):
+                found += part
+        return found
 
     def get(self, path, **headers):
         return self.send("GET", path, **headers)

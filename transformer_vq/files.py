@@ -8,12 +8,13 @@ links are never written through. `remove_partial_files` deletes what killed proc
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 DIGEST = "sha256"  # name of the checksum, in JSON objects and in safetensors metadata
 PARTIAL = ".partial"  # suffix of temporary files and folders
+Header = dict[str, tuple[str, tuple[int, ...]]]
+"""The tensors of a safetensors file: name -> dtype, such as F32, and shape."""
 
 
 class CorruptFileError(UserError):
@@ -93,6 +96,24 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
         os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def lock_folder(folder: Path, error: UserError) -> Iterator[None]:
+    """Lock a folder until the block or the process ends; raise `error` if another one holds it."""
+    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW
+    with open(os.open(folder / ".lock", flags, 0o666), "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise error from None
+        yield
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create a folder, or restrict an existing one, so that only this user can open it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o700)
 
 
 def remove_partial_files(folder: Path) -> None:
@@ -186,18 +207,25 @@ def write_tensors(
     return digest
 
 
-def read_tensors(path: Path, digest: str | None = None) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_tensors(
+    path: Path,
+    digest: str | None = None,
+    check: Callable[[Header, dict[str, str]], None] = lambda header, metadata: None,
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and metadata that `write_tensors` wrote.
 
     digest: the expected checksum, as returned by `write_tensors`; None accepts any valid file.
+    check: receives the header and the metadata before any tensor is read, and raises to reject.
     Raises CorruptFileError if the file is missing, invalid, or was changed.
     """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            check({k: (x.get_dtype(), tuple(x.get_shape())) for k, x in slices.items()}, metadata)
             # Copies, because tensors of a mapped file may be unaligned. Matrix products round by
             # alignment, so without them a resumed run could differ from an uninterrupted one.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+            tensors = {name: file.get_tensor(name).clone() for name in slices}
     except FileNotFoundError:
         raise MissingFileError(f"{path} does not exist") from None
     except (SafetensorError, OSError) as error:

@@ -36,6 +36,7 @@ def run(tmp_path_factory):
 def serving(run: Path, folder: Path, **environment: str):
     """Start `tvq serve` in a subprocess; yield its address."""
     log = folder / "log"
+    given = {name: x for name, x in os.environ.items() if name != "TVQ_API_KEY"}
     command = [sys.executable, "-m", "transformer_vq", "serve", str(run)]
     options = ["--port", "0", "--store", str(folder / "store"), "--stop-time", "0.1"]
     with log.open("wb") as output:
@@ -44,7 +45,7 @@ def serving(run: Path, folder: Path, **environment: str):
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+            env={**given, "OMP_NUM_THREADS": "1", **environment},
         )
     try:
         yield find_address(process, log)
@@ -65,7 +66,7 @@ def find_address(process: subprocess.Popen, log: Path) -> str:
 
 @pytest.fixture(scope="session")
 def server(run, tmp_path_factory):
-    with serving(run, tmp_path_factory.mktemp("server"), TVQ_API_KEY="") as url:
+    with serving(run, tmp_path_factory.mktemp("server")) as url:
         yield url
 
 

@@ -76,6 +76,7 @@ def test_tensors_that_do_not_belong_to_a_state_are_rejected(tmp_path, attention)
         changes = [missing, tensors | {name: x[..., None]}, tensors | {f"{name}/more": x}]
         changes.append(missing | {name: x[:0]})
         if x.is_floating_point():
+            changes += [tensors | {name: x.to(dtype)} for dtype in (torch.float64, torch.float16)]
             changes += [tensors | {name: torch.full_like(x, bad)} for bad in (math.nan, math.inf)]
             changes.append(tensors | {name: x.long()})
         else:
@@ -86,3 +87,51 @@ def test_tensors_that_do_not_belong_to_a_state_are_rejected(tmp_path, attention)
             with pytest.raises(SnapshotError, match=str(path)) as found:
                 load_context(path, model)
             assert "\n" not in str(found.value)
+
+
+def test_rows_of_a_header_are_not_allocated(tmp_path):
+    """A small file that claims a billion rows."""
+    model = make()
+    path = tmp_path / "state"
+    save_context(path, model, prefill(model, [PROMPT]))
+    tensors, metadata = read_tensors(path)
+    for n in (700, 10**9, 2**62):
+        empty = {name: x.new_empty(n, 0) for name, x in tensors.items()}
+        for changed in ({"logits": empty["logits"]}, empty, tensors | {"logits": empty["logits"]}):
+            write_tensors(path, changed, metadata)
+            with pytest.raises(SnapshotError, match="is not a snapshot"):
+                load_context(path, model)
+
+
+@pytest.mark.parametrize("attention", ["vq", "full"])
+def test_names_of_other_tensors_are_rejected(tmp_path, attention):
+    model = make(attention=attention)
+    path = tmp_path / "state"
+    save_context(path, model, prefill(model, [PROMPT]))
+    tensors, metadata = read_tensors(path)
+    for name in ("x/document", "state/layers/99/document", "state/layers/0/cache/document"):
+        write_tensors(path, tensors | {name: torch.zeros(1, dtype=torch.int64)}, metadata)
+        with pytest.raises(SnapshotError, match="missing or unknown"):
+            load_context(path, model)
+
+
+def test_keys_that_are_not_codewords_are_rejected(tmp_path):
+    model = make()
+    path = tmp_path / "state"
+    save_context(path, model, prefill(model, [PROMPT]))
+    tensors, metadata = read_tensors(path)
+    name = "state/layers/0/k"
+    write_tensors(path, tensors | {name: tensors[name] + 1}, metadata)
+    with pytest.raises(SnapshotError, match="codewords"):
+        load_context(path, model)
+
+
+def test_snapshot_in_bf16_is_loaded_again(tmp_path):
+    model = make()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        context = prefill(model, [PROMPT])
+    assert context.state.layers[0].v.dtype == torch.bfloat16
+    save_context(tmp_path / "state", model, context)
+    again = load_context(tmp_path / "state", model)
+    for name, x in context.state.to_tensors().items():
+        assert torch.equal(again.state.to_tensors()[name], x), name

@@ -1,9 +1,14 @@
 """/v1/contexts: documents that are read once, stored, branched and moved."""
 
+import errno
+import os
+
 import pytest
+import torch
 from servers import a_model, a_service, running, sampled
 
-from transformer_vq import load_context
+from transformer_vq import Context, load_context, prefill, save_context
+from transformer_vq.files import read_tensors, write_tensors
 
 
 def test_document_is_read_once_and_continued(client, service, tmp_path):
@@ -72,6 +77,99 @@ def test_uploads_of_other_models_or_garbage_are_rejected(client, tmp_path):
     assert "another model" in message
     for garbage in (b"", b"garbage" * 100, content[:-5]):
         assert upload(garbage)[0] == 400
+
+
+def upload(client, content, name=""):
+    return client.post(
+        f"/v1/contexts?name={name}", content, Content_Type="application/octet-stream"
+    )
+
+
+def test_upload_has_one_row(client, service, tmp_path):
+    path = tmp_path / "two"
+    model = service.engine.model
+    context = prefill(model, [[1, 2], [3]])
+    save_context(path, model, context)
+    assert upload(client, path.read_bytes())[0] == 400
+    one = Context(context.logits[:1], context.state.select(torch.tensor([0])))
+    save_context(path, model, one)
+    assert upload(client, path.read_bytes())[0] == 201
+
+
+def test_whatever_is_uploaded_does_not_break_the_server(client, service, tmp_path):
+    """Every tensor with other values, dtypes or shapes: rejected, or usable afterwards."""
+    path = tmp_path / "context"
+    save_context(path, service.engine.model, prefill(service.engine.model, [list(range(50))]))
+    tensors, metadata = read_tensors(path)
+    for name, x in tensors.items():
+        changes = [x.double() if x.is_floating_point() else x.int(), x.new_empty(10**9, 0)]
+        if x.is_floating_point():
+            changes += [torch.full_like(x, value) for value in (3e38, -1e9, 0)]
+        else:
+            changes += [torch.full_like(x, value) for value in (2**62, 2**47, 3, 0, -1)]
+        for changed in changes:
+            write_tensors(path, tensors | {name: changed}, metadata)
+            status, _, found = upload(client, path.read_bytes())
+            assert status in (201, 400), name
+            if status == 201:
+                for prompt in ("", "abc"):
+                    body = {"context": found["id"], "prompt": prompt, "max_tokens": 8}
+                    assert client.post("/v1/completions", body)[0] == 200, (name, prompt)
+            elif changed.dtype != x.dtype:
+                assert "not a snapshot" in found["error"]["message"]
+
+
+@pytest.mark.parametrize("kind", ["application/octet-stream", "text/plain", "application/json"])
+def test_long_names_are_rejected(client, service, kind, tmp_path):
+    path = tmp_path / "context"
+    save_context(path, service.engine.model, prefill(service.engine.model, [[1, 2]]))
+    content = path.read_bytes() if kind.endswith("stream") else b"text"
+    if kind.endswith("json"):
+        assert client.post("/v1/contexts", {"text": "x", "name": "n" * 300})[0] == 400
+        return
+    query = f"/v1/contexts?name={'n' * 201}"
+    status, _, found = client.post(query, content, Content_Type=kind)
+    assert status == 400
+    assert "200 characters" in found["error"]["message"]
+    assert client.post(query[:-1], content, Content_Type=kind)[0] == 201
+
+
+def test_context_whose_file_is_gone_is_not_found(tmp_path):
+    model = a_model()
+    with running(a_service(tmp_path, model)) as client:
+        made = [client.post("/v1/contexts", {"text": "x"})[2]["id"] for _ in range(2)]
+    with running(a_service(tmp_path, model)) as client:  # none is in memory
+        for path in (tmp_path / "contexts").glob("*.safetensors"):
+            path.unlink()
+        status, _, found = client.post("/v1/completions", {"context": made[0]})
+        assert status == 404
+        assert made[0] in found["error"]["message"]
+        status, _, found = client.get(f"/v1/contexts/{made[1]}/content")
+        assert status == 404
+        assert made[1] in found["error"]["message"]
+        assert client.get("/v1/contexts")[2]["data"] == []
+    assert list((tmp_path / "contexts").iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, suffix):
+    replace = os.replace
+
+    def full(source, target):
+        if str(target).endswith(suffix):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        replace(source, target)
+
+    with running(a_service(tmp_path)) as client:
+        monkeypatch.setattr(os, "replace", full)
+        status, _, found = client.post("/v1/contexts", {"text": "x"})
+        assert (status, found["error"]["code"]) == (507, "storage_full")
+        assert "no space left" in found["error"]["message"]
+        assert str(tmp_path) not in found["error"]["message"]
+        assert list((tmp_path / "contexts").iterdir()) == []
+        assert client.get("/v1/contexts")[2]["data"] == []
+        monkeypatch.undo()
+        assert client.post("/v1/contexts", {"text": "x"})[0] == 201
 
 
 def test_full_store_is_refused(tmp_path):

@@ -2,7 +2,9 @@
 
 import http.client
 import json
+import socket
 import threading
+from contextlib import ExitStack
 
 import pytest
 from servers import a_service, an_endless_service, running, wait_until
@@ -65,6 +67,32 @@ def test_pages_of_other_sites_are_refused(client):
     assert client.get("/v1/models", Origin=client.url)[0] == 200
 
 
+@pytest.mark.parametrize("host", ["[", "evil.com@127.0.0.1", "127.0.0.1:x", "a b", "[::1", "/"])
+def test_invalid_hosts_are_rejected(client, host):
+    assert client.get("/v1/models", Host=host)[0] == 400
+
+
+@pytest.mark.parametrize(
+    "origin", ["http://[", "//127.0.0.1", "null", "", "http://a@127.0.0.1", "file://127.0.0.1"]
+)
+def test_invalid_origins_are_rejected(client, origin):
+    assert client.get("/v1/models", Origin=origin)[0] == 403
+    address = client.url.removeprefix("http://")
+    assert client.get("/v1/models", Origin=f"//{address}")[0] == 403
+    assert client.get("/v1/models", Origin=f"http://user@{address}")[0] == 403
+
+
+def test_allowed_names_are_accepted_with_any_port(tmp_path):
+    with running(
+        a_service(tmp_path), frozenset({"127.0.0.1", "example.org", "127.0.0.2"})
+    ) as client:
+        assert client.get("/v1/models", Host="Example.org:8000")[0] == 200
+        proxied = {"Host": "127.0.0.1", "Origin": "https://example.org"}
+        assert client.get("/v1/models", **proxied)[0] == 200
+        # Pages of other servers on this machine are other origins.
+        assert client.get("/v1/models", Origin="http://127.0.0.2:1")[0] == 403
+
+
 def test_inspection_names_every_token(client):
     status, _, found = client.post("/v1/inspect", {"text": "It was"})
     assert status == 200
@@ -75,11 +103,13 @@ def test_inspection_names_every_token(client):
 
 def test_key_is_required_except_for_the_page(tmp_path):
     with running(a_service(tmp_path, api_key="secret")) as client:
-        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Bearer secre"}):
+        wrong = ("Bearer wrong", "Bearer secre", "secret", "Basic secret", "Bearersecret", "Bearer")
+        for headers in ({}, *({"Authorization": value} for value in wrong)):
             status, _, found = client.get("/v1/models", **headers)
             assert (status, found["error"]["code"]) == (401, "invalid_api_key")
             assert client.get("/metrics", **headers)[0] == 401
-        assert client.get("/v1/models", Authorization="Bearer secret")[0] == 200
+        for right in ("Bearer secret", "bearer secret", "BEARER  secret"):
+            assert client.get("/v1/models", Authorization=right)[0] == 200
         assert client.get("/health")[0] == client.get("/")[0] == 200
 
 
@@ -138,3 +168,35 @@ def test_vanished_client_frees_its_slot(tmp_path, stream):
         connection.close()
         wait_until(lambda: service.engine.n_active == 0)
         assert service.engine.counters.finished == {"cancelled": 1}
+
+
+def test_vanished_client_ends_the_reading_of_its_document(tmp_path):
+    service = an_endless_service(tmp_path)
+    with running(service) as client:
+        connection = http.client.HTTPConnection(client.host, client.port, timeout=20)
+        connection.request("POST", "/v1/contexts", b"x" * 3_000_000, {"Content-Type": "text/plain"})
+        wait_until(lambda: service.engine.n_active == 1)
+        connection.close()
+        wait_until(lambda: service.engine.n_active == 0)
+        assert service.engine.counters.finished == {"cancelled": 1}
+        assert client.get("/v1/contexts")[2]["data"] == []
+
+
+def test_bodies_in_memory_are_limited(tmp_path):
+    """Requests that are sent slowly hold their bodies; together they may not fill the memory."""
+    limits = Limits(body_bytes=100_000)
+    with running(a_service(tmp_path, limits=limits)) as client, ExitStack() as stack:
+        head = f"POST /v1/contexts HTTP/1.1\r\nHost: {client.host}\r\nContent-Length: 100000\r\n"
+        head = head.encode() + b"Content-Type: text/plain\r\n\r\n"
+        for _ in range(8):
+            place = (client.host, client.port)
+            connection = stack.enter_context(socket.create_connection(place))
+            connection.sendall(head + b"x" * 99_999)
+
+        def status():
+            return client.post("/v1/contexts", b"x" * 10_000, Content_Type="text/plain")[0]
+
+        wait_until(lambda: status() == 503)
+        assert client.get("/health")[0] == 200
+        stack.close()
+        wait_until(lambda: status() == 201)

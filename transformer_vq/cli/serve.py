@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformer_vq.cli.arguments import (
     MAX_ROWS,
-    RUN_HINT,
     UsageError,
     check_range,
     first_word,
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 
 API_KEY = "TVQ_API_KEY"  # environment variable: unlike an option, other users cannot see it
 MEGABYTE = 1_000_000
+RUN_HINT = "RUN is a run folder, one written by `tvq export`, or books, the model in the package"
 
 
 @dataclass(frozen=True)
 class ServeOptions:
     """Serve a model with the OpenAI API at /v1, a page to try it at /, and API docs at /docs.
 
-    RUN is a run folder, a folder written by `tvq export`, or books. Many requests are processed at
-    the same time; the memory of each is constant, whatever its length.
+    Many requests are processed at the same time; the memory of each is constant, whatever its
+    length.
     """
 
     host: str = "127.0.0.1"
@@ -41,7 +42,8 @@ class ServeOptions:
     api_key: str | None = None
     """Require this key from clients. The environment variable TVQ_API_KEY does the same."""
     allow_hosts: tuple[str, ...] = ()
-    """Names under which a reverse proxy on this machine makes the server available."""
+    """Host names that clients may use, such as that of a reverse proxy. On a local address its own
+    names are always accepted. On other addresses, without this option, any name is accepted."""
     name: str | None = None
     """Name of the model in the API. None uses the name of RUN."""
     slots: int = 8
@@ -51,16 +53,21 @@ class ServeOptions:
     max_tokens: int = 65_536
     """Largest number of tokens that a request may ask for, per text."""
     max_prompt_tokens: int = 4_000_000
-    """Longest prompt or document."""
+    """Longest document, or all prompts of a request together."""
     max_body_mb: int = 64
     """Largest request in megabytes."""
+    max_connections: int = 1000
+    """Maximum number of connections; above it, the one that was silent for longest is closed."""
+    client_timeout: float = 30.0
+    """Seconds for a client to send a request, or to read the next part of a response. A large
+    request must arrive at 1 kB per second or more."""
     time_limit: float = 600.0
     """Seconds after which a request ends with status 408."""
     stop_time: float = 10.0
     """Seconds for requests in progress after Ctrl-C or SIGTERM."""
     store: Path | None = None
-    """Folder for contexts and prefixes. None uses a folder per model in ~/.cache/transformer_vq, or
-    in that of XDG_CACHE_HOME."""
+    """Folder for contexts and prefixes, of one server at a time. None uses a folder per model in
+    ~/.cache/transformer_vq, or in that of XDG_CACHE_HOME."""
     contexts_mb: int = 10_000
     """Largest size of all stored contexts in megabytes."""
     prefix_memory_mb: int = 512
@@ -82,34 +89,48 @@ def run(arguments: list[str]) -> None:
     check_range("--port", options.port, 0, 65_535)
     check_range("--slots", options.slots, 1, MAX_ROWS)
     check_range("--queue", options.queue, 1, 10**6)
+    check_range("--max-connections", options.max_connections, 1, 10**6)
     for field in ("max_tokens", "max_prompt_tokens", "max_body_mb"):
         check_range(f"--{field.replace('_', '-')}", getattr(options, field), 1, 10**9)
     for field in ("contexts_mb", "prefix_memory_mb", "prefix_disk_mb"):
         check_range(f"--{field.replace('_', '-')}", getattr(options, field), 0, 10**9)
-    for field in ("time_limit", "stop_time"):
+    for field in ("client_timeout", "time_limit", "stop_time"):
         if not 0 < getattr(options, field) < 10**9:
             raise UsageError(f"--{field.replace('_', '-')}: must be above 0")
     key = os.environ.get(API_KEY) if options.api_key is None else options.api_key
-    if key is not None and not key.isascii():
-        raise UsageError("--api-key: must be ASCII text")
+    if key is not None:
+        _check_key(key)
 
     from transformer_vq.serve.server import serve
 
-    # On a thread that ends: its OpenMP threads, next to those of the engine, would be more than
-    # there are cores, and libgomp would put all of them to sleep after every operation.
-    with ThreadPoolExecutor(1) as loading:
-        service = loading.submit(_service, name, options, key or None).result()
-    serve(
-        service,
-        options.host,
-        options.port,
-        options.allow_hosts,
-        options.stop_time,
-        announce=lambda line: print(line, flush=True),
-    )
+    with ExitStack() as held:
+        # On a thread that ends: its OpenMP threads, next to those of the engine, would be more than
+        # there are cores, and libgomp would put all of them to sleep after every operation.
+        with ThreadPoolExecutor(1) as loading:
+            service = loading.submit(_service, name, options, key, held).result()
+        serve(
+            service,
+            options.host,
+            options.port,
+            options.allow_hosts,
+            options.stop_time,
+            lambda line: print(line, flush=True),
+            options.max_connections,
+            options.client_timeout,
+        )
 
 
-def _service(name: str, options: ServeOptions, api_key: str | None) -> Service:
+def _check_key(key: str) -> None:
+    """Raise UsageError for a key that no header can hold; an empty one is a forgotten variable."""
+    where = f"--api-key, or the environment variable {API_KEY}"
+    if not key:
+        raise UsageError(f"{where}: is empty; give a key, or unset it")
+    if not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise UsageError(f"{where}: must be printable ASCII text")
+
+
+def _service(name: str, options: ServeOptions, api_key: str | None, held: ExitStack) -> Service:
+    """Load the model and open its store, which stays locked until `held` is closed."""
     from transformer_vq.data.sources.paths import expand_user
     from transformer_vq.device import (
         find_device,
@@ -118,9 +139,10 @@ def _service(name: str, options: ServeOptions, api_key: str | None) -> Service:
         state_dtype,
     )
     from transformer_vq.errors import UserError
+    from transformer_vq.files import lock_folder
     from transformer_vq.generation.snapshot import Snapshots
     from transformer_vq.serve.contexts import ContextStore
-    from transformer_vq.serve.engine import Engine
+    from transformer_vq.serve.engine import Engine, check_servable
     from transformer_vq.serve.prefixes import PrefixStore
     from transformer_vq.serve.service import Limits, Service
     from transformer_vq.threads import share_cores
@@ -136,11 +158,15 @@ def _service(name: str, options: ServeOptions, api_key: str | None) -> Service:
     if has_images(name):
         raise UserError(f"{name} is a model of images; serve a model of text")
     model, tokenizer = load_model_and_tokenizer(name, options.checkpoint)
+    check_servable(model)
     model.to(device)
     snapshots = Snapshots(model)
     digest = snapshots.identity["weights"][:12]
     cache = expand_user(DataConfig().cache_folder, "--store")
     store = options.store or cache / "serve" / digest
+    store.mkdir(mode=0o700, parents=True, exist_ok=True)
+    in_use = UserError(f"another server uses {store}; stop it, or use another --store")
+    held.enter_context(lock_folder(store, in_use))
     prefixes = PrefixStore(
         snapshots,
         options.prefix_memory_mb * MEGABYTE,

@@ -12,10 +12,30 @@ import torch
 from torch import Tensor
 
 from transformer_vq.errors import UserError
-from transformer_vq.files import CorruptFileError, read_tensors, tensors_digest, write_tensors
+from transformer_vq.files import (
+    CorruptFileError,
+    Header,
+    read_tensors,
+    tensors_digest,
+    write_tensors,
+)
 from transformer_vq.generation.prefill import Context
+from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.state import ModelState
+from transformer_vq.ops.cache import accumulation_dtype
+from transformer_vq.ops.decode import are_codewords
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+}
+"""Names of dtypes in safetensors files."""
+MAX_TOKENS = 2**48  # of a document, so that counts never overflow
+MAX_VALUE = 1e9  # far above any logit or value; squares of such numbers do not overflow
 
 
 class SnapshotError(UserError):
@@ -31,30 +51,65 @@ class Snapshots:
     def __init__(self, model: TransformerVQ) -> None:
         self._model = model
         self.identity = _identity(model)
+        self._header = _header(model)
+        attentions = [x for x in model.branches if isinstance(x, VQAttention)]
+        self._codebooks = [x.quantizer.codebook.cpu() for x in attentions]
 
     def save(self, path: Path, context: Context) -> None:
         """Write logits, state and the identity of the model to one file, atomically."""
         tensors = {"logits": context.logits} | context.state.to_tensors()
         write_tensors(path, tensors, self.identity)
 
-    def load(self, path: Path) -> Context:
-        """Load a context; raise SnapshotError for other files, and for those of other models."""
+    def load(self, path: Path, n_rows: int | None = None) -> Context:
+        """Load a context; raise SnapshotError for other files, and for those of other models.
+
+        n_rows: the number of rows it must have; None accepts any. Nothing is read or allocated for
+        a file with other tensors than a context of this model has.
+        """
+
+        def check(header: Header, metadata: dict[str, str]) -> None:
+            if "logits" not in header or "config" not in metadata:
+                raise SnapshotError(f"{path} is not a snapshot; write one with --save-state")
+            for part, value in self.identity.items():
+                if metadata.get(part) != value:
+                    raise SnapshotError(
+                        f"{path} was written by another model ({part} differ); write it again "
+                        "with --save-state"
+                    )
+            self._check_header(path, header, n_rows)
+
         try:
-            tensors, metadata = read_tensors(path)
+            tensors, _ = read_tensors(path, check=check)
         except CorruptFileError as error:
             raise SnapshotError(f"{error}; write the snapshot again with --save-state") from error
-        if "logits" not in tensors or "config" not in metadata:
-            raise SnapshotError(f"{path} is not a snapshot; write one with --save-state")
-        for part, value in self.identity.items():
-            if metadata.get(part) != value:
-                raise SnapshotError(
-                    f"{path} was written by another model ({part} differ); write it again with "
-                    "--save-state"
-                )
-        _check(path, tensors, self._model)
+        _check_values(path, tensors, self._model.config.n_code)
+        state = ModelState.from_tensors(tensors)
+        if self._codebooks and not are_codewords(state.layers, self._codebooks):
+            raise SnapshotError(f"{path} has keys that are not codewords of this model")
         device = next(self._model.parameters()).device
-        state = ModelState.from_tensors(tensors).to(device)
-        return Context(tensors["logits"].to(device), state)
+        return Context(tensors["logits"].to(device), state.to(device))
+
+    def _check_header(self, path: Path, header: Header, n_rows: int | None) -> None:
+        """Raise SnapshotError unless these are the tensors of a context of this model."""
+        wanted = self._header
+        optional = {name for name in wanted if name.endswith("/document")}
+        if wrong := (wanted.keys() ^ header.keys()) - optional:
+            raise SnapshotError(
+                f"{path} is not a snapshot: {min(wrong)!r:.80} is missing or unknown"
+            )
+        rows = header["logits"][1][:1] if n_rows is None else (n_rows,)
+        window_dtype, window_shape = header["state/layers/0/k"]
+        for name, (dtype, shape) in header.items():
+            want_dtype, want = wanted[name]
+            if name.endswith(("/k", "/v")):
+                if window_dtype == "BF16":  # of a model that computes in bf16
+                    want_dtype = "BF16"
+                if self._model.config.attention == "full":  # grows by one key and value per token
+                    want = want[:1] + window_shape[2:3] + want[2:]
+            if dtype != want_dtype or shape != rows + want or rows == (0,):
+                raise SnapshotError(
+                    f"{path} is not a snapshot of this model: {name} is {dtype} {list(shape)}"
+                )
 
 
 def save_context(path: str | os.PathLike[str], model: TransformerVQ, context: Context) -> None:
@@ -67,30 +122,23 @@ def load_context(path: str | os.PathLike[str], model: TransformerVQ) -> Context:
     return Snapshots(model).load(Path(path))
 
 
-def _check(path: Path, tensors: dict[str, Tensor], model: TransformerVQ) -> None:
-    """Raise SnapshotError unless these are the tensors of a state of this model."""
-    n_rows = len(tensors["logits"]) if tensors["logits"].ndim == 2 else 0
-    wanted = model.init_state(max(n_rows, 1)).to_tensors()
-    wanted["logits"] = torch.empty(max(n_rows, 1), model.config.vocab_size)
-    optional = {name for name in tensors if name.endswith("/document")}
-    if wrong := (wanted.keys() ^ tensors.keys()) - optional:
-        raise SnapshotError(f"{path} is not a snapshot: {min(wrong)} is missing or unknown")
-    grows = model.config.attention == "full"  # by one key and value per token
+def _header(model: TransformerVQ) -> Header:
+    """Return the dtypes and shapes of a context of this model, without the rows."""
+    tensors = model.init_state(1, torch.device("meta")).to_tensors()
+    dtype = accumulation_dtype(next(model.parameters()).dtype)
+    tensors["logits"] = torch.empty(1, model.config.vocab_size, dtype=dtype, device="meta")
+    for name in [name for name in tensors if name.endswith("/position")]:
+        tensors[name.replace("/position", "/document")] = tensors[name]
+    return {name: (DTYPES[x.dtype], tuple(x.shape[1:])) for name, x in tensors.items()}
+
+
+def _check_values(path: Path, tensors: dict[str, Tensor], n_code: int) -> None:
+    """Raise SnapshotError if a value would overflow, or is not a possible code or count."""
+    limits = {"z": n_code, "count": MAX_TOKENS, "position": MAX_TOKENS}
     for name, x in tensors.items():
-        if name in optional:
-            fits = x.shape == (n_rows,)
-        else:
-            want = list(wanted[name].shape)
-            if grows and name.endswith(("/k", "/v")) and x.ndim == len(want):
-                want[2] = x.shape[2]
-            same_kind = x.is_floating_point() == wanted[name].is_floating_point()
-            fits = list(x.shape) == want and same_kind
-        if not fits:
-            raise SnapshotError(
-                f"{path} is not a snapshot of this model: {name} is {x.dtype} {list(x.shape)}"
-            )
-        limit = model.config.n_code if name.endswith("/z") else math.inf
-        is_possible = x.isfinite() if x.is_floating_point() else (x >= 0) & (x < limit)
+        limit = limits.get(name.rpartition("/")[2], math.inf)
+        is_float = x.is_floating_point()
+        is_possible = x.abs() <= MAX_VALUE if is_float else (x >= 0) & (x < limit)
         if not is_possible.all():
             raise SnapshotError(f"{path} has invalid values in {name}")
 

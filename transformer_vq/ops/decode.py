@@ -88,7 +88,7 @@ class DecodeState:
             if exact != dtype:
                 mean = tuple(x.clone() for x in means)
         keys = None
-        if not _are_codewords(states, codebooks):
+        if not are_codewords(states, codebooks):
             keys = tuple(in_slots(state.k) for state in states)
         return cls(
             values=tuple(values),
@@ -300,7 +300,7 @@ def _codes(state: AttentionState) -> Tensor:
     return state.z
 
 
-def _are_codewords(states: Sequence[AttentionState], codebooks: Sequence[Tensor]) -> bool:
+def are_codewords(states: Sequence[AttentionState], codebooks: Sequence[Tensor]) -> bool:
     """Return whether all keys in the windows are known to be codewords.
 
     They are, unless a codebook has changed since.

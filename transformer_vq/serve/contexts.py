@@ -1,7 +1,8 @@
 """Stored contexts: documents that were read once, kept as files, and continued by many requests.
 
 Ids are random and known to the store, so nothing that a client sends becomes a path. Files are
-written atomically: a server that is killed loses no context whose id it has returned.
+written atomically: a server that is killed loses no context whose id it has returned. Only one
+process may use a folder; `tvq serve` locks it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from transformer_vq.errors import UserError
 from transformer_vq.files import (
     CorruptFileError,
+    make_private_folder,
     partial_path,
     read_verified_json,
     remove_partial_files,
@@ -55,7 +59,7 @@ class ContextStore:
         self._lock = threading.Lock()
         self._loaded: OrderedDict[str, Context] = OrderedDict()
         self._entries: dict[str, StoredContext] = {}
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private_folder(folder)
         remove_partial_files(folder)
         for path in folder.glob("*.json"):
             entry = _read_entry(path)
@@ -84,12 +88,21 @@ class ContextStore:
             loaded = self._loaded.get(context)
             if loaded is None:
                 try:
-                    loaded = self._snapshots.load(self._path(entry.id))
+                    loaded = self._snapshots.load(self._path(entry.id), n_rows=1)
                 except SnapshotError as error:
-                    message = f"the context {entry.id} cannot be read; upload the document again"
-                    raise APIError(409, message, "context") from error
+                    raise self._unreadable(entry) from error
             self._remember(context, loaded)
         return Start(loaded, entry.id.encode(), entry.tokens)
+
+    def _unreadable(self, entry: StoredContext) -> APIError:
+        """Return the error for a file that cannot be read; if it is gone, so is its entry."""
+        if self._path(entry.id).exists():
+            message = f"the context {entry.id} cannot be read; upload the document again"
+            return APIError(409, message, "context")
+        self._entries.pop(entry.id, None)
+        self._entry_path(entry.id).unlink(missing_ok=True)
+        message = f"the file of the context {entry.id} is gone; upload the document again"
+        return APIError(404, message, "context", "context_not_found")
 
     def add(
         self, context: Context, n_tokens: int, name: str = "", parent: str | None = None
@@ -97,21 +110,21 @@ class ContextStore:
         """Store a context and return its entry; the file exists when this returns."""
         identity = f"ctx-{secrets.token_hex(12)}"
         path = self._path(identity)
-        self._snapshots.save(path, context)
-        size = path.stat().st_size
-        entry = StoredContext(identity, name, n_tokens, size, int(time.time()), parent)
-        with self._lock:
-            used = sum(x.bytes for x in self._entries.values())
-            if used + size > self._max_bytes:
-                path.unlink()
-                message = (
-                    f"contexts use {used:,} of {self._max_bytes:,} bytes; delete some with DELETE "
-                    "/v1/contexts/ID"
-                )
-                raise APIError(413, message, code="storage_full")
-            write_verified_json(self._entry_path(identity), asdict(entry))
-            self._entries[identity] = entry
-            self._remember(identity, context)
+        with _removed_on_failure(path):
+            self._snapshots.save(path, context)
+            size = path.stat().st_size
+            entry = StoredContext(identity, name, n_tokens, size, int(time.time()), parent)
+            with self._lock:
+                used = sum(x.bytes for x in self._entries.values())
+                if used + size > self._max_bytes:
+                    message = (
+                        f"contexts use {used:,} of {self._max_bytes:,} bytes; delete some with "
+                        "DELETE /v1/contexts/ID"
+                    )
+                    raise APIError(413, message, code="storage_full")
+                write_verified_json(self._entry_path(identity), asdict(entry))
+                self._entries[identity] = entry
+                self._remember(identity, context)
         return entry
 
     def _remember(self, identity: str, context: Context) -> None:
@@ -125,21 +138,24 @@ class ContextStore:
         """Store a downloaded context again, after checking that it belongs to this model."""
         path = partial_path(self._folder / "upload")
         try:
-            path.write_bytes(content)
-            context = self._snapshots.load(path)
+            with _removed_on_failure(path):
+                path.write_bytes(content)
+            context = self._snapshots.load(path, n_rows=1)
         except SnapshotError as error:
             reason = str(error).replace(f"{path} ", "").replace(str(path), "the file")
             reason = reason.split(";")[0]
             raise APIError(400, f"the upload is not a context of this model: {reason}") from error
         finally:
             path.unlink(missing_ok=True)
-        if len(context.logits) != 1:
-            raise APIError(400, f"the upload has {len(context.logits)} rows; upload one context")
         return self.add(context, int(context.state.position[0]), name)
 
-    def content(self, context: str) -> Path:
-        """Return the path of the file of a context."""
-        return self._path(self.get(context).id)
+    def content(self, context: str) -> BinaryIO:
+        """Return the open file of a context, which may be deleted meanwhile."""
+        entry = self.get(context)
+        try:
+            return self._path(entry.id).open("rb")
+        except OSError as error:
+            raise self._unreadable(entry) from error
 
     def delete(self, context: str) -> None:
         """Delete a context; requests that continue from it are not affected."""
@@ -155,6 +171,20 @@ class ContextStore:
 
     def _entry_path(self, identity: str) -> Path:
         return self._folder / f"{identity}.json"
+
+
+@contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    """Delete a file again if the block raises; an error of the disk becomes an APIError."""
+    try:
+        yield
+    except BaseException as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            reason = (error.strerror or "disk error").lower()
+            message = f"the server cannot store the context: {reason}"
+            raise APIError(507, message, code="storage_full") from error
+        raise
 
 
 def _read_entry(path: Path) -> StoredContext | None:

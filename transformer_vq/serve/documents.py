@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from collections.abc import Iterator
+from typing import Annotated, Any, BinaryIO
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from fastapi import Request as HTTPRequest
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import FileResponse
+from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 
 from transformer_vq.serve.contexts import StoredContext
 from transformer_vq.serve.errors import APIError
 from transformer_vq.serve.requests import Finished
-from transformer_vq.serve.schema import ContextBody, GenerationBody
+from transformer_vq.serve.schema import MAX_NAME, ContextBody, GenerationBody
 from transformer_vq.serve.service import Service, check_finished
 
+CHUNK_BYTES = 2**18  # of a download
+JSON_BODY = {"content": {"application/json": {"schema": ContextBody.model_json_schema()}}}
 SNAPSHOT_TYPES = ("application/octet-stream", "application/x-safetensors")
 
 
@@ -23,14 +27,18 @@ def contexts_router(service: Service) -> APIRouter:
     """Return the routes."""
     router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
 
+    # Functions that are not async run in a thread, so that slow disks do not delay other requests.
+
     @router.get("")
-    async def list_contexts() -> dict[str, Any]:
+    def list_contexts() -> dict[str, Any]:
         """List all stored contexts, the newest first."""
         data = [entry.plain() for entry in service.contexts.list()]
         return {"object": "list", "data": data}
 
     @router.post("", status_code=201)
-    async def create_context(client: HTTPRequest, name: str = "") -> dict[str, Any]:
+    async def create_context(
+        client: HTTPRequest, name: Annotated[str, Query(max_length=MAX_NAME)] = ""
+    ) -> dict[str, Any]:
         """Read a document and store the context after it.
 
         The body is JSON with `text` or `tokens`, plain text (text/plain), or a context that was
@@ -40,13 +48,7 @@ def contexts_router(service: Service) -> APIRouter:
         content = await client.body()
         if kind in SNAPSHOT_TYPES:
             return (await run_in_threadpool(service.contexts.upload, content, name)).plain()
-        if kind == "text/plain":
-            try:
-                body = ContextBody(text=content.decode(), name=name)
-            except UnicodeDecodeError:
-                raise APIError(400, "the document is not valid UTF-8") from None
-        else:
-            body = parse_body(content)
+        body = await run_in_threadpool(parse_body, content, name if kind == "text/plain" else None)
         return (await _read(service, body, client, None)).plain()
 
     @router.get("/{context}")
@@ -54,21 +56,28 @@ def contexts_router(service: Service) -> APIRouter:
         """Describe a stored context."""
         return service.contexts.get(context).plain()
 
-    @router.post("/{context}/branch", status_code=201)
-    async def branch_context(
-        context: str, body: ContextBody, client: HTTPRequest
-    ) -> dict[str, Any]:
-        """Append text to a context and store the result as another one."""
-        return (await _read(service, body, client, service.contexts.get(context))).plain()
+    @router.post("/{context}/branch", status_code=201, openapi_extra={"requestBody": JSON_BODY})
+    async def branch_context(context: str, client: HTTPRequest) -> dict[str, Any]:
+        """Append text to a context and store the result as another one.
 
-    @router.get("/{context}/content", response_class=FileResponse)
-    async def download_context(context: str) -> FileResponse:
+        The body is JSON with `text` or `tokens`.
+        """
+        parent = service.contexts.get(context)
+        body = await run_in_threadpool(parse_body, await client.body())
+        return (await _read(service, body, client, parent)).plain()
+
+    @router.get("/{context}/content", response_class=StreamingResponse)
+    def download_context(context: str) -> StreamingResponse:
         """Download a context as a safetensors file, for `load_context` or another server."""
-        path = service.contexts.content(context)
-        return FileResponse(path, media_type=SNAPSHOT_TYPES[0], filename=f"{context}.safetensors")
+        file = service.contexts.content(context)
+        headers = {
+            "Content-Length": str(os.fstat(file.fileno()).st_size),
+            "Content-Disposition": f'attachment; filename="{context}.safetensors"',
+        }
+        return StreamingResponse(_chunks(file), headers=headers, media_type=SNAPSHOT_TYPES[0])
 
     @router.delete("/{context}")
-    async def delete_context(context: str) -> dict[str, Any]:
+    def delete_context(context: str) -> dict[str, Any]:
         """Delete a stored context."""
         service.contexts.delete(context)
         return {"id": context, "object": "context", "deleted": True}
@@ -76,10 +85,20 @@ def contexts_router(service: Service) -> APIRouter:
     return router
 
 
-def parse_body(content: bytes) -> ContextBody:
-    """Return a JSON body; raise APIError with one sentence if it is not one."""
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+def parse_body(content: bytes, name_of_text: str | None = None) -> ContextBody:
+    """Return a JSON body, or a plain text with its name; raise APIError if it is invalid."""
     try:
+        if name_of_text is not None:
+            return ContextBody(text=content.decode(), name=name_of_text)
         return ContextBody.model_validate_json(content)
+    except UnicodeDecodeError:
+        raise APIError(400, "the document is not valid UTF-8") from None
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(x) for x in first["loc"])

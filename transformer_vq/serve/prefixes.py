@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from transformer_vq.files import make_private_folder, remove_partial_files
 from transformer_vq.generation.prefill import SEGMENT_LEN, Context
 from transformer_vq.generation.snapshot import SnapshotError, Snapshots
 
@@ -56,8 +57,8 @@ def is_stored(n: int, n_prompt: int) -> bool:
 class PrefixStore:
     """Contexts by digest, within a limit of bytes in memory and of bytes on disk.
 
-    folder: None keeps contexts in memory only. Files of another model are ignored, and deleted as
-    the least recently used ones.
+    folder: None keeps contexts in memory only; only one process may use a folder. Files of another
+    model are ignored, and deleted as the least recently used ones.
     """
 
     def __init__(
@@ -75,7 +76,8 @@ class PrefixStore:
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "prefixes")
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(self._folder)
+            remove_partial_files(self._folder)
 
     @property
     def n_bytes(self) -> int:
@@ -147,7 +149,7 @@ class PrefixStore:
         if not path.exists():
             return None
         try:
-            context = self._snapshots.load(path)
+            context = self._snapshots.load(path, n_rows=1)
             path.touch()
         except (SnapshotError, OSError):  # of another model, corrupt, or just deleted
             return None

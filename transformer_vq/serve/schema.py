@@ -16,6 +16,7 @@ MAX_SAMPLES = 128
 MAX_STOP = 16
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
+MAX_NAME = 200  # characters
 
 Stop = str | list[str] | None
 
@@ -152,7 +153,7 @@ class ContextBody(Body):
 
     text: str | None = None
     tokens: list[int] | None = None
-    name: Annotated[str, Field(max_length=200)] = ""
+    name: Annotated[str, Field(max_length=MAX_NAME)] = ""
 
     @model_validator(mode="after")
     def _check_one(self) -> ContextBody:

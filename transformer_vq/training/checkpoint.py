@@ -13,7 +13,6 @@ best.safetensors, the best model at that step.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from transformer_vq.files import (
     atomic_folder,
     atomic_write,
     file_digest,
+    lock_folder,
     read_json,
     read_tensors,
     read_verified_json,
@@ -117,14 +117,8 @@ def locked(run: Path) -> Iterator[None]:
     Raises CheckpointError if another process holds the lock, which ends with that process.
     Temporary files of killed processes are removed.
     """
-    flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW
-    with open(os.open(run / ".lock", flags, 0o666), "r+b") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"{run} is in use by another process; wait for it or stop it"
-            ) from None
+    error = CheckpointError(f"{run} is in use by another process; wait for it or stop it")
+    with lock_folder(run, error):
         for folder in (run, run / "checkpoints", run / BEST):
             remove_partial_files(folder)
         yield

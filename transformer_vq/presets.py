@@ -9,7 +9,12 @@ from transformer_vq.config import DataConfig, ModelConfig, OptimConfig, RunConfi
 # Small models have a separate output head. Large models tie it to the embeddings, and normalize and
 # scale the features before it.
 _SMALL = ModelConfig(
-    vocab_size=256, d_model=768, n_layer=24, codebook_init="random", revive_below=0.0
+    vocab_size=256,
+    d_model=768,
+    n_layer=24,
+    codebook_init="random",
+    revive_below=0.0,
+    commit_coef=1e-4,
 )
 _LARGE = replace(
     _SMALL,

@@ -15,8 +15,8 @@ help:  ## show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required; try: make PYTHON=python3.12 ...")'
-	$(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required; try: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,data,config,image,log,compress,hf,serve,triton]'
@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
 
 $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing transformer_vq, PyTorch and a few packages in $(VENV); the first time takes minutes."
-	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[plot,text]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[plot,text]'
 	@touch $@
 
 $(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
@@ -61,7 +61,7 @@ transformers-tests: $(CLIENTS_STAMP)  ## run the common tests of transformers ag
 	$(BIN)/python tests/clients/transformers_suite.py
 
 demo: $(DEMO_STAMP)  ## generate text with the model in the package, train a small one in minutes
-	$(BIN)/tvq bench demo
+	@$(BIN)/tvq bench demo
 
 bench: $(STAMP)  ## record time and memory up to 131,072 tokens (15 minutes on two cores)
 	$(BIN)/tvq bench train --head-types shga --kinds full auto --d-model 256 --n-layer 2 \

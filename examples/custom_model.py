@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformer_vq import AttentionOutput, VQAttention
 
 D_MODEL, N_LAYER, STEPS, BATCH_SIZE, SEQ_LEN = 64, 2, 30, 8, 128
-COMMIT_COEF = 1e-4  # weight of the commitment loss, which keeps keys close to their codes
+COMMIT_COEF = 1e-2  # weight of the commitment loss, which keeps keys close to their codes
 
 
 class Block(nn.Module):

@@ -213,7 +213,7 @@ def _enter(sandbox: Sandbox) -> None:
     examine._tasks = lambda *arguments: all_tasks(*arguments)[::8]
     examine._measure = lambda *_: (None, [])
     demo.PRESETS = {"tiny": _tiny_run()}
-    equality.differences = lambda: iter(())
+    equality.differences = lambda: iter([("shga", "serial", 1e-16, 1e-15)])
     kernels._launches = lambda layer, dtype: []
     trials._start = _trial_in_this_process
     server.Server.run = _close

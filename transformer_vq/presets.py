@@ -9,7 +9,12 @@ from transformer_vq.config import DataConfig, ModelConfig, OptimConfig, RunConfi
 # Small models have a separate output head. Large models tie it to the embeddings, and normalize and
 # scale the features before it.
 _SMALL = ModelConfig(
-    vocab_size=256, d_model=768, n_layer=24, codebook_init="random", revive_below=0.0
+    vocab_size=256,
+    d_model=768,
+    n_layer=24,
+    codebook_init="random",
+    revive_below=0.0,
+    commit_coef=1e-4,
 )
 _LARGE = replace(
     _SMALL,
@@ -37,6 +42,8 @@ _CPU_MODEL = ModelConfig(
     d_k=64,
     n_code=256,
     block_len=128,
+    # `tiny` with 1e-2, the default: 2.355 test bits per byte instead of 2.334 (one seed).
+    commit_coef=1e-4,
 )
 _CPU_OPTIM = OptimConfig(lr=3e-3, warmup=100, grad_clip=1.0, lr_final_share=0.05)
 _CPU_TRAIN = TrainConfig(batch_size=8, seq_len=2048, backprop_len=512, steps=1500)

@@ -15,6 +15,16 @@ from transformer_vq.training.evaluate import evaluate
 from transformer_vq.training.run import train
 
 
+def test_equality_is_one_line_with_the_largest_differences():
+    rows = [("shga", "serial", 4e-16, 1e-15), ("mha", "auto", 5e-16, 9e-16)]
+    line = equality.differences_line(rows)
+    assert line.startswith("2 combinations of heads and reductions equal Definition 3.1")
+    assert "5e-16 (outputs), 1e-15 (gradients)" in line
+    assert "\n" not in line
+    assert "equal" not in equality.differences_line([*rows, ("mqa", "auto", 1e-3, 1e-15)])
+    assert "| mha | auto | 5.0e-16 | 9.0e-16 |" in equality.differences_table(rows)
+
+
 @pytest.mark.slow
 def test_demo_prints_three_figures_and_does_not_train_twice(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo_command, "PRESETS", {"tiny": tiny_run(tmp_path)})
@@ -25,6 +35,7 @@ def test_demo_prints_three_figures_and_does_not_train_twice(tmp_path, monkeypatc
     for row in ("order 0", "order 2", "Transformer-VQ"):
         assert f"| {row}" in printed
     assert demo.PROMPT in printed
+    assert "| shga | serial |" not in printed
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     main(["bench", "demo", "--out", str(out)])  # the run is finished
     assert capsys.readouterr().out == printed

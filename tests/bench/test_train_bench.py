@@ -111,7 +111,7 @@ def test_record_is_computed_from_the_timings(monkeypatch):
     assert (auto["over_full"], auto["over_sdpa"]) == (1.5, 0.5)
     assert auto["share_of_rate"]["fp32"] == 16.0 * auto["flops_per_token"] / 2e9
     assert auto["share_of_rate"]["bf16"] == 16.0 * auto["flops_per_token"] / 4e9
-    assert "| mha | auto | 16 | 16 | 2,000 | 3,000 | 0.50 |" in train.table(result)
+    assert "| mha | Transformer-VQ | 16 | 16 | 2,000 | 3,000 | 0.50 |" in train.table(result)
     assert result["machine"]["torch"] == torch.__version__
     # The time of compilation is reported too.
     tried.clear()
@@ -140,7 +140,7 @@ def test_failed_cell_is_reported_and_not_tried_again(monkeypatch):
     assert rows["auto", 256]["failed"] == "skipped, about 16 s per step"
     assert rows["auto", 256]["estimated_seconds"] == pytest.approx(16.0)
     assert rows["auto", 64]["over_full"] is None
-    assert "| shga | full | 64 | out of memory |" in train.table(result)
+    assert "| shga | full attention | 64 | out of memory |" in train.table(result)
     # A failure in a later round keeps the earlier timings.
     monkeypatch.setattr(train, "in_subprocess", fake_in_subprocess({("auto", 16): [1.0, None]}, []))
     row = train.run(cells[1:2], repeats=2)["rows"][0]
@@ -170,8 +170,8 @@ def test_auto_checkpoints_activations_in_cells_that_are_out_of_memory(monkeypatc
     assert tried == [("full", n) for n in (16, 64, 64, 256, 1024, 16, 64, 256)]
     table = train.table(result)
     assert "; *: activation checkpointing" in table
-    for line in ("| full | 16 | 16 ", "| full * | 64 | 16 ", "| full * | 1,024 | out of memory "):
-        assert line in table
+    for cells_of_row in ("| 16 | 16 ", "* | 64 | 16 ", "* | 1,024 | out of memory "):
+        assert f"| full attention {cells_of_row}" in table
     # Or in all cells, or in none.
     monkeypatch.setattr(train, "in_subprocess", fake_in_subprocess({("full", 16): {True: 1.0}}, []))
     assert train.run(cells[:1], checkpointing="on")["rows"][0]["checkpoint_activations"]

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -90,6 +91,29 @@ def test_train_eval_plot_resume_and_info_work_on_one_run(tmp_path, capsys):
     assert last_json(capsys)["parameters"] > 0
 
 
+def test_eval_prints_one_line_per_protocol_and_positions_on_request(tmp_path, capsys):
+    run = train(tmp_path)
+    capsys.readouterr()
+    main(["eval", str(run)])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.search(r", windowed .*\d\.\d{4} bits per byte", line)
+    assert list(read_verified_json(run / "evaluation-test.json")["protocols"]) == ["windowed"]
+    main(["eval", str(run), "--protocol", "both"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.search("windowed|streaming", x)[0] for x in lines] == ["windowed", "streaming"]
+    main(["eval", str(run), "--protocol", "streaming", "--positions"])
+    first, *table = capsys.readouterr().out.splitlines()
+    assert "streaming" in first
+    assert [x for x in table if x.startswith("| 0 |")]
+
+
+def test_warm_up_that_is_longer_than_the_run_is_reported_once(tmp_path, capsys):
+    train(tmp_path, "short", "--optim.warmup", "10")  # of 10 steps
+    assert capsys.readouterr().err.count("--optim.warmup 10") == 1
+    train(tmp_path, "long", "--optim.warmup", "9")
+    assert "--optim.warmup" not in capsys.readouterr().err
+
+
 def test_eval_of_full_attention_defaults_to_the_windowed_protocol(tmp_path, capsys):
     run = train(tmp_path, "run", "--model.attention", "full")
     capsys.readouterr()
@@ -168,7 +192,7 @@ def test_version_is_that_of_the_package(capsys):
     ],
 )
 def test_help_of_a_command_lists_its_options(arguments, option, text, capsys):
-    out = help_of(capsys, *arguments.split(), "--help")
+    out = help_of(capsys, *arguments.split(), "--help-all")
     assert out.startswith(f"usage: tvq {arguments}")
     assert option in out
     assert text in " ".join(out.split())

@@ -8,9 +8,11 @@ import torch
 
 from transformer_vq.cli.main import main
 from transformer_vq.doctor import examine, samples, speed
+from transformer_vq.doctor.report import summary
 from transformer_vq.doctor.samples import Sizes
 from transformer_vq.ops import reductions
 from transformer_vq.ops.cache import CacheStats
+from transformer_vq.progress import TerminalReporter, reporting
 
 SMALL = Sizes(18, 4, n_code=5, d_model=16, d_k=4, head_types=("gqa",))
 
@@ -25,6 +27,13 @@ def few(small, monkeypatch):
     """Run only the checks of the first precision."""
     every = examine._tasks
     monkeypatch.setattr(examine, "_tasks", lambda *arguments: every(*arguments)[:7])
+
+
+@pytest.fixture
+def last(small, monkeypatch):
+    """Run only the last checks: repeated steps and host syncs."""
+    every = examine._tasks
+    monkeypatch.setattr(examine, "_tasks", lambda *arguments: every(*arguments)[-4:])
 
 
 def doctor(capsys, *arguments):
@@ -51,6 +60,20 @@ def test_quick_checks_everything_on_a_cpu(small, capsys):
     assert [x["count"] for x in record["syncs"]] == [None, None]
     assert record["speeds"] == []
     assert not re.search(r"(?<![\w.])/[a-z]\w*/", out)
+
+
+def test_summary_counts_what_the_progress_bar_counts(last, capsys):
+    totals = []
+
+    class Totals(TerminalReporter):
+        def progress(self, what, total, unit, done=0):
+            totals.append(total)
+            return super().progress(what, total, unit, done)
+
+    with reporting(Totals()):
+        found = examine.examine(torch.device("cpu"), quick=True)
+    passed, skipped = map(int, re.search(r"(\d+) passed and (\d+)", summary(found)).groups())
+    assert totals == [passed + skipped]
 
 
 def test_broken_reduction_fails_with_status_1(few, monkeypatch, capsys):

@@ -7,6 +7,7 @@ import torch
 from helpers import tiny_run
 
 from transformer_vq import TransformerVQ
+from transformer_vq.cli.main import main
 from transformer_vq.config import DataConfig
 from transformer_vq.data.tokenizers import ByteTokenizer
 from transformer_vq.files import write_verified_json
@@ -54,16 +55,67 @@ def rows_of(card):
     return {first: rest for first, *rest in rows}
 
 
+def metadata_of(card):
+    """Return the YAML front matter of a card."""
+    return pytest.importorskip("yaml").safe_load(card.split("---\n", 2)[1])
+
+
 def test_card_starts_with_metadata_of_the_hub(tmp_path):
-    yaml = pytest.importorskip("yaml")
     card = card_of(write_run(tmp_path), tmp_path / "out")
-    _, front, body = card.split("---\n", 2)
-    assert yaml.safe_load(front) == {
+    assert metadata_of(card) == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["transformer-vq", "long-context", "linear-attention"],
     }
-    assert body.lstrip().startswith("# out\n")
+    assert card.split("---\n", 2)[2].lstrip().startswith("# out\n")
+
+
+def test_card_of_the_packaged_model_states_its_data_and_license(tmp_path, capsys):
+    main(["export", "books", str(tmp_path / "out")])
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert metadata_of(card)["license"] == "mit"
+    assert "base_model" not in metadata_of(card)
+    data = rows_of(card)["data"][0]
+    assert "32 public-domain" in data
+    assert "Project Gutenberg" in data
+    assert "standard library" not in card
+
+
+@pytest.mark.parametrize(
+    ("path", "base"),
+    [("books", "books"), ("/home/alice/old-run", "old-run"), ("/home/alice/my run", None)],
+)
+def test_card_of_a_fine_tuned_run_states_the_base_model_and_its_own_data(tmp_path, path, base):
+    def change(config):
+        return replace(config, train=replace(config.train, init_from=path))
+
+    card = card_of(write_run(tmp_path, change), tmp_path / "out")
+    assert metadata_of(card).get("base_model") == base
+    assert "license" not in metadata_of(card)
+    assert rows_of(card)["files"] == ["`text`"]
+    assert "Gutenberg" not in card
+
+
+def test_card_of_a_run_on_the_default_data_names_them(tmp_path):
+    def change(config):
+        return replace(config, data=replace(config.data, path=()))
+
+    card = card_of(write_run(tmp_path, change), tmp_path / "out")
+    assert "standard library" in rows_of(card)["files"][0]
+
+
+def test_card_states_the_license_that_is_given(tmp_path, capsys):
+    run = write_run(tmp_path)
+    main(["export", str(run), str(tmp_path / "out"), "--license", "cc-by-4.0"])
+    assert metadata_of((tmp_path / "out" / "README.md").read_text())["license"] == "cc-by-4.0"
+    for wrong in ("my license", "a: b", "a\nb", ""):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(["export", str(run), str(tmp_path / "other"), "--license", wrong])
+        assert stop.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "--license" in line
+        assert not (tmp_path / "other").exists()
 
 
 def test_card_states_sizes_training_and_the_validation_of_the_best_model(tmp_path):

@@ -104,6 +104,7 @@ def test_missing_package_is_reported_in_one_line_with_the_fix(saved, tmp_path):
     *_, last = ended.stderr.splitlines()
     assert last.startswith("ImportError: ")
     assert "transformer-vq" in last
+    assert "git clone" in last
     assert "pip install" in last
     assert ended.stdout.splitlines() == 3 * [last.removeprefix("ImportError: ")]
 

@@ -1,6 +1,7 @@
 """The layers against Definition 3.1 written out from their weights."""
 
 import itertools
+import re
 import traceback
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from helpers import assert_close, assert_same_gradients, block_starts
 
 import transformer_vq
-from transformer_vq import FullAttention, VQAttention
+from transformer_vq import FullAttention, UserError, VQAttention
 from transformer_vq.ops.execution import Execution
 from transformer_vq.ops.position import sinusoids
 
@@ -220,6 +221,61 @@ def test_impossible_layers_are_rejected():
         VQAttention(12, block_len=0)
     with pytest.raises(ValueError, match="multiple"):
         FullAttention(12, head_type="mha", d_k=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ("shga", 1, 1, 128)),
+        ({"n_head": 1}, ("shga", 1, 1, 128)),
+        ({"n_head": 8}, ("mha", 8, 8, 8)),
+        ({"n_head": 8, "d_k": 16}, ("mha", 8, 8, 16)),
+        ({"n_head": 8, "n_kv_head": 2}, ("gqa", 8, 2, 8)),
+        ({"head_type": "mha"}, ("mha", 1, 1, 64)),
+        ({"head_type": "mqa", "n_head": 4}, ("mqa", 4, 1, 16)),
+        ({"head_type": "gqa", "n_kv_head": 2}, ("gqa", 2, 2, 32)),
+        ({"n_kv_head": 4}, ("gqa", 4, 4, 16)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layer_type", [VQAttention, FullAttention])
+def test_heads_that_are_not_given_fit_the_width(layer_type, options, expected):
+    layer = layer_type(64, **options)
+    heads = layer.heads
+    found = (layer.config.head_type, heads.n_head, heads.n_kv_head, heads.d_k)
+    assert found == expected
+    assert layer(torch.randn(1, 3, 64)).y.shape == (1, 3, 64)
+
+
+def test_layer_keeps_the_wide_heads_of_a_wide_model():
+    heads = VQAttention(768, head_type="mha").heads
+    assert (heads.n_head, heads.d_k) == (6, 128)
+
+
+def test_every_combination_of_heads_works_or_names_its_own_parameters():
+    values = {
+        "d_model": (0, 7, 64, 96),
+        "head_type": (None, "shga", "mha", "mqa", "gqa", "both"),
+        "n_head": (None, 0, 1, 3, 8, 2.5),
+        "n_kv_head": (None, -1, 1, 2, "2"),
+        "d_k": (None, 0, 48),
+    }
+    n_made, errors = 0, set()
+    for chosen in itertools.product(*values.values()):
+        given = {name: x for name, x in zip(values, chosen, strict=True) if x is not None}
+        try:
+            with torch.device("meta"):
+                heads = VQAttention(**given, n_code=4, block_len=4).heads
+        except UserError as error:
+            errors.add(str(error))
+        else:
+            n_made += 1
+            assert heads.n_head == given.get("n_head", heads.n_head)
+            assert heads.n_kv_head == given.get("n_kv_head", heads.n_kv_head)
+    assert n_made > 100
+    assert not [x for x in errors if "model." in x]
+    names = "|".join(values)
+    assert not [x for x in errors if not re.search(rf"\b({names})\b", x)]
 
 
 def test_heads_and_widths_can_be_chosen_freely():

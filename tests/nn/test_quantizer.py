@@ -11,7 +11,7 @@ from helpers import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_vq import PRESETS, CodeUsage, VectorQuantizer
+from transformer_vq import PRESETS, CodeUsage, UserError, VectorQuantizer
 from transformer_vq.nn import quantizer as quantizer_module
 from transformer_vq.nn.quantizer import token_priority
 
@@ -23,6 +23,22 @@ def quantizer_and_keys(**options) -> tuple[VectorQuantizer, torch.Tensor]:
     options = {"codebook_init": "random", "revive_below": 0.0, **options}
     quantizer = VectorQuantizer(S, K, H, **options).double()
     return quantizer, torch.randn(B, H, T, K, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({name: size} for name in ("n_code", "d_k", "n_head") for size in (0, -1, 2.5, "4", None)),
+        *({"ema_decay": x} for x in (1.0, -0.1, math.nan)),
+        *({"revive_below": x} for x in (-1.0, math.nan)),
+        {"codebook_init": "zeros"},
+    ],
+    ids=str,
+)
+def test_impossible_quantizers_are_rejected_by_the_name_of_the_parameter(wrong):
+    (name,) = wrong
+    with pytest.raises(UserError, match=rf"^{name}="):
+        VectorQuantizer(**{"n_code": S, "d_k": K} | wrong)
 
 
 def test_each_key_is_replaced_bitwise_by_its_nearest_codeword():

@@ -157,6 +157,57 @@ def test_packaged_model_can_be_fine_tuned(here, unchanged_package):
     assert first["nats_per_token"] < 6  # an untrained model has log(4096) = 8.3
 
 
+SHORT = "--train.steps 1 --train.batch-size 1 --train.seq-len 64 --train.backprop-len 64"
+SHORT += " --train.device cpu --optim.warmup 0 --data.path text.txt --data.cache cache"
+
+
+def run_command(capsys, command):
+    """Run a command; return its exit status and stderr."""
+    capsys.readouterr()
+    try:
+        main(command.split())
+    except SystemExit as stop:
+        return stop.code, capsys.readouterr().err
+    return 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("preset", ["books", "tiny", "enwik8-190m --data.dataset text"])
+def test_tokenizer_of_the_initial_model_takes_precedence_over_that_of_a_preset(
+    here, capsys, preset
+):
+    wsd = "--optim.decay-share 1" if preset == "books" else "--train.precision fp32"
+    command = f"train {preset} --train.init-from books {SHORT} {wsd} --out tuned"
+    assert run_command(capsys, command)[0] == 0
+    assert (here / "tuned/tokenizer.json").read_bytes() == (
+        MODELS / "books/tokenizer.json"
+    ).read_bytes()
+    assert read_metrics(here / "tuned")[0]["nats_per_token"] < 6
+
+
+def test_tokenizer_of_a_byte_level_model_takes_precedence_over_that_of_a_preset(here, capsys):
+    for ends in (True, False):
+        config = tiny_run(here, model={"n_layer": 1}, train={"steps": 1})
+        config = replace(config, data=replace(config.data, end_of_document=ends))
+        train(config, here / f"bytes-{ends}")
+        for number, preset in enumerate(("books --optim.decay-share 1", "tiny")):
+            out = f"tuned-{ends}-{number}"
+            command = f"train {preset} --train.init-from bytes-{ends} {SHORT} --out {out}"
+            assert run_command(capsys, command)[0] == 0
+            assert load_model(here / out)[0].config.vocab_size == 256 + ends
+
+
+def test_tokenizer_that_is_given_conflicts_with_that_of_the_initial_model(here, capsys):
+    (here / "my.toml").write_text('preset = "tiny"\n[data]\ntokenizer = "bytes"\n')
+    for given in ("tiny --data.tokenizer bytes", "--config my.toml"):
+        status, err = run_command(
+            capsys, f"train {given} --train.init-from books {SHORT} --out tuned"
+        )
+        assert status == 2
+        assert "--data.tokenizer" in err
+        assert err.count("\n") == 1
+        assert not (here / "tuned").exists()
+
+
 def test_packaging_keeps_the_model_up_to_bf16_and_drops_paths(tmp_path):
     config = tiny_run(tmp_path, train={"steps": 5})
     run = tmp_path / "run"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 import torch
@@ -20,9 +20,11 @@ def relative_rms(got: Tensor, want: Tensor) -> float:
     return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
 
 
-def differences(
-    seq_len: int = 1000, block_len: int = 64
-) -> Iterator[tuple[HeadType, Reduction, float, float]]:
+Row = tuple[HeadType, Reduction, float, float]
+ROUNDING = 1e-12  # of float64, in relative differences
+
+
+def differences(seq_len: int = 1000, block_len: int = 64) -> Iterator[Row]:
     """Yield (head type, reduction, error of the output, largest error of the gradients).
 
     Errors are relative RMS differences.
@@ -53,3 +55,20 @@ def differences(
             grads = torch.autograd.grad((got * probe).sum(), leaves)
             worst = max(map(relative_rms, grads, want_grads))
             yield head_type, reduction, relative_rms(got.detach(), want.detach()), worst
+
+
+def differences_line(rows: Sequence[Row]) -> str:
+    """Return the largest differences in one line."""
+    output, gradients = max(row[2] for row in rows), max(row[3] for row in rows)
+    verdict = "equal" if max(output, gradients) < ROUNDING else "DIFFER FROM"
+    return (
+        f"{len(rows)} combinations of heads and reductions {verdict} Definition 3.1: largest "
+        f"relative difference {output:.0e} (outputs), {gradients:.0e} (gradients)"
+    )
+
+
+def differences_table(rows: Sequence[Row]) -> str:
+    """Return a Markdown table of all differences."""
+    lines = ["| heads | reduction | output | gradients |", "| --- | --- | ---: | ---: |"]
+    lines += [f"| {heads} | {name} | {y:.1e} | {grad:.1e} |" for heads, name, y, grad in rows]
+    return "\n".join(lines)

@@ -133,6 +133,7 @@ class RecallSettings:
             d_k=self.d_k,
             block_len=self.block_len,
             ema_decay=0.95,  # runs are short
+            commit_coef=1e-4,
         )
         if candidate.n_code is None:
             return replace(base, attention="full")

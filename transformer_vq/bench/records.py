@@ -124,6 +124,19 @@ def step_kind(attention: StepAttention, reduction: Reduction) -> StepKind:
     return reduction if attention == "vq" else attention
 
 
+KIND_NAMES: dict[StepKind, str] = {
+    "full": "full attention",
+    "auto": "Transformer-VQ",
+    "serial": "Transformer-VQ, serial",
+    "matmul": "Transformer-VQ, matmul",
+    "associative": "Transformer-VQ, associative",
+    "input_scan": "Transformer-VQ, input scan",
+    "triton": "Transformer-VQ, Triton kernels",
+    "sdpa": "PyTorch SDPA",
+}
+"""Names in tables and figures, in the order of a legend."""
+
+
 def row_kind(row: StepRow) -> StepKind:
     """Return the kind of attention of a row."""
     return step_kind(row["attention"], row["reduction"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformer_vq.bench.records import StepKind, StepRecord, StepRow, row_kind
+from transformer_vq.bench.records import KIND_NAMES, StepKind, StepRecord, StepRow, row_kind
 from transformer_vq.config import HeadType
 from transformer_vq.training.plot_style import (
     BLUE,
@@ -22,17 +22,16 @@ from transformer_vq.training.plot_style import (
     note,
 )
 
-KINDS: dict[StepKind, tuple[str, str]] = {
-    "full": ("full attention", VERMILION),
-    "auto": ("Transformer-VQ", BLUE),
-    "serial": ("Transformer-VQ, serial", SKY),
-    "matmul": ("Transformer-VQ, matmul", PURPLE),
-    "associative": ("Transformer-VQ, associative", ORANGE),
-    "input_scan": ("Transformer-VQ, input scan", MUTED),
-    "triton": ("Transformer-VQ, Triton kernels", MUTED),
-    "sdpa": ("PyTorch SDPA", GREEN),
+COLORS: dict[StepKind, str] = {
+    "full": VERMILION,
+    "auto": BLUE,
+    "serial": SKY,
+    "matmul": PURPLE,
+    "associative": ORANGE,
+    "input_scan": MUTED,
+    "triton": MUTED,
+    "sdpa": GREEN,
 }
-"""Name and colour by kind of attention, in the order of the legend."""
 HEADS: dict[HeadType, tuple[str, str]] = {
     "shga": ("o", "-"),
     "mqa": ("s", "--"),
@@ -81,7 +80,7 @@ class _Line:
         self.label = label
         self.is_labelled = is_labelled
         self.has_stars = has_stars
-        self.color = KINDS[row_kind(rows[0])][1]
+        self.color = COLORS[row_kind(rows[0])]
         marker, line = HEADS[rows[0]["head_type"]]
         self.style = {"color": self.color, "marker": marker, "linestyle": line}
 
@@ -153,10 +152,10 @@ def _lines(record: StepRecord) -> list[_Line]:
     is_labelled = len(groups) <= MOST_LABELS
     has_stars = not _all_checkpointed(record)
     lines = []
-    order = list(KINDS)
+    order = list(KIND_NAMES)
     for (head_type, kind), rows in sorted(groups.items(), key=lambda x: order.index(x[0][1])):
         heads = f", {head_type.upper()}" if has_many_heads else ""
-        lines.append(_Line(rows, KINDS[kind][0] + heads, is_labelled, has_stars))
+        lines.append(_Line(rows, KIND_NAMES[kind] + heads, is_labelled, has_stars))
     return lines
 
 

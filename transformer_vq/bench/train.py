@@ -24,6 +24,7 @@ from transformer_vq.bench.cells import (
 from transformer_vq.bench.defaults import REPEATS, Checkpointing
 from transformer_vq.bench.rates import TIME_LIMIT, matmul_rates, precisions_to_measure
 from transformer_vq.bench.records import (
+    KIND_NAMES,
     Failure,
     StepKind,
     StepRecord,
@@ -239,7 +240,7 @@ def table(record: StepRecord) -> str:
         f"{'; *: activation checkpointing' if is_checkpointed else ''}",
         f"Best matrix-product rates: {rates or 'not measured'}",
         "",
-        "| heads | kind | tokens | tokens/s | ms per step | median ms | peak GB "
+        "| heads | attention | tokens | tokens/s | ms per step | median ms | peak GB "
         "| share of bf16 rate | share of fp32 rate | speed-up over full | speed-up over sdpa |"
         + " first step, s |"
         * is_compiled,
@@ -247,7 +248,7 @@ def table(record: StepRecord) -> str:
     ]
     for row in sorted(record["rows"], key=lambda r: get_args(HeadType).index(r["head_type"])):
         mark = " *" if row["checkpoint_activations"] else ""
-        start = f"| {row['head_type']} | {row_kind(row)}{mark} | {row['seq_len']:,} |"
+        start = f"| {row['head_type']} | {KIND_NAMES[row_kind(row)]}{mark} | {row['seq_len']:,} |"
         if "failed" in row:
             lines.append(f"{start} {row['failed']} |" + "  |" * (7 + is_compiled))
             continue

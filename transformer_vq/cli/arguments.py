@@ -26,6 +26,21 @@ T = TypeVar("T")
 MAX_ROWS = 2**24  # as in the run config
 PRESET_HINT = f"PRESET is one of {', '.join(PRESETS)}"
 RUN_HINT = "RUN is a run folder, or books, the model in the package"
+HELP = frozenset({"-h", "--help", "--help-all"})
+COMMON_FIELDS = frozenset(
+    {
+        *("data.dataset", "data.path", "data.tokenizer"),
+        *("train.steps", "train.batch_size", "train.seq_len", "train.init_from"),
+        *("train.device", "train.precision", "train.seed"),
+        *("model.d_model", "model.n_layer", "model.head_type"),
+        *("optim.lr", "optim.warmup"),
+    }
+)
+"""Fields of a run config that --help shows; --help-all shows all."""
+MORE_HELP = (
+    "Use --help-all for all settings, --help for those that are used most; `tvq config tiny` "
+    "prints them as a file."
+)
 
 
 class UsageError(UserError):
@@ -48,13 +63,13 @@ def first_word(
     """
     if arguments and not arguments[0].startswith("-"):
         return arguments[0], arguments[1:]
-    if not {"-h", "--help"} & set(arguments):
+    if not HELP & set(arguments):
         raise UsageError(f"{command} needs a {what} first; {hint}")
     if options is not None:
         note = f"{hint}."
         if example is not None:
             note += f" Defaults that depend on {what} are shown for the preset tiny."
-        parse(options, ["--help"], f"{command} {what}", example, note, hidden)
+        parse(options, arguments, f"{command} {what}", example, note, hidden)
     print(f"usage: tvq {command} {what} [options]\n\n{hint}\n")
     print(f"`tvq {command} {what} --help` lists the options and their defaults.")
     sys.exit(0)
@@ -115,13 +130,23 @@ def parse(
 
     from transformer_vq.cli.help import HelpText, option_rules
 
+    if given := HELP & set(arguments):
+        if has_run_config(kind):
+            note = f"{note} {MORE_HELP}".strip()
+            if "--help-all" not in given:
+                hidden = {*hidden, *(config_fields() - COMMON_FIELDS)}
+        arguments = ["--help"]
     arguments = _merged(arguments, option_types(kind))
     box, help_text = io.StringIO(), HelpText()  # tyro draws a box around its messages
     settings: dict[str, Any] = {} if default is None else {"default": default}
     if note:
         settings["description"] = f"{inspect.getdoc(kind)}\n\n{note}"
     try:
-        with contextlib.redirect_stderr(box), contextlib.redirect_stdout(help_text):
+        with (
+            contextlib.redirect_stderr(box),
+            contextlib.redirect_stdout(help_text),
+            help_text.wide_enough(),
+        ):
             options, unknown = tyro.cli(
                 kind,
                 args=arguments,
@@ -169,7 +194,7 @@ def _merged(arguments: list[str], options: dict[str, Any]) -> list[str]:
             group = groups[number] = [argument]
     for option, words in groups.items():
         is_text = option in options and value_type(options[str(option)]) in (str, Path)
-        if is_text and len(words) == 1 and not {"-h", "--help"} & set(arguments):
+        if is_text and len(words) == 1:
             raise UsageError(f"{option}: give a value; {LIST_HINT}")
     return [word for words in groups.values() for word in words]
 
@@ -234,6 +259,11 @@ def option_types(kind: Any, section: str = "") -> dict[str, Any]:
         name = ".".join(filter(None, (section, name)))
         found |= option_types(hint, name) if is_dataclass(hint) else {f"--{name}": hint}
     return found
+
+
+def has_run_config(kind: Any) -> bool:
+    """Return whether a command has all settings of a run as options."""
+    return "--model.n-code" in option_types(kind)
 
 
 def as_options(message: str) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
-from transformer_vq.cli.arguments import option_types
+from transformer_vq.cli.arguments import has_run_config, option_types
 from transformer_vq.cli.messages import is_flag
 from transformer_vq.presets import PRESETS
 
@@ -86,7 +86,8 @@ def _words_by_command() -> dict[str, Words]:
                 options.append(_negated(name))
             if _choices(hint):
                 choices[name] = _choices(hint)
-        found[command] = Words(first, (*options, "--help"), choices)
+        helps = ("--help", "--help-all") if has_run_config(kind) else ("--help",)
+        found[command] = Words(first, (*options, *helps), choices)
     return found
 
 

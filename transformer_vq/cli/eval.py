@@ -31,7 +31,7 @@ PROTOCOLS: dict[str, tuple[Protocol, ...]] = {
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Evaluate a run: bits per byte, word-level perplexity, loss by position in the context."""
+    """Evaluate a run: bits per byte and word-level perplexity, one line per protocol."""
 
     data: DataConfig
     """Data to evaluate on; by default, the data of the run."""
@@ -41,7 +41,10 @@ class EvalOptions:
     protocol: Literal["windowed", "streaming", "both", "auto"] = "auto"
     """windowed: a new state every seq-len tokens, as in the paper.
     streaming: one state per document.
-    auto: both; only windowed for full attention, whose cost grows with the length."""
+    auto: windowed; with --json both, except for full attention, whose cost grows with the length.
+    """
+    positions: bool = False
+    """Also print the loss by position in the context."""
     checkpoint: Checkpoint = "best"
     seq_len: int | None = None
     """Tokens per window of the windowed protocol; None uses the value of the run."""
@@ -83,6 +86,9 @@ def run(arguments: list[str]) -> None:
     check_range("--seq-len", options.seq_len, 1)
     check_range("--batch-size", options.batch_size, 1, MAX_ROWS)
     check_range("--max-tokens", options.max_tokens, 1)
+    protocols = PROTOCOLS.get(options.protocol)
+    if protocols is None and not options.json:
+        protocols = ("windowed",)
     keep_freed_memory()
     share_cores()
     with out_of_memory_advice("reduce --batch-size"):
@@ -90,7 +96,7 @@ def run(arguments: list[str]) -> None:
             name,
             data=None if options.data == own else options.data,
             split=options.split,
-            protocols=PROTOCOLS.get(options.protocol),
+            protocols=protocols,
             checkpoint=options.checkpoint,
             seq_len=options.seq_len,
             batch_size=options.batch_size,
@@ -98,7 +104,7 @@ def run(arguments: list[str]) -> None:
             precision=options.precision,
             device=find_device(options.device),
         )
-    print(evaluation_table(result))
+    print(evaluation_text(result, options.positions))
     out = options.out
     if out is None and options.data == own and options.max_tokens is None:
         out = folder / f"evaluation-{options.split}.json"
@@ -107,33 +113,29 @@ def run(arguments: list[str]) -> None:
     print_json(result.to_dict(), options.json)
 
 
-def evaluation_table(evaluation: RunEvaluation) -> str:
-    """Return the results of every protocol and its loss by position, as text."""
-    lines = [
-        f"{evaluation.run} ({evaluation.checkpoint}), {evaluation.split} of {evaluation.dataset}"
-    ]
-    how = {
-        "windowed": f"a new state every {evaluation.seq_len:,} tokens",
-        "streaming": "one state per document",
-    }
+def evaluation_text(evaluation: RunEvaluation, positions: bool = False) -> str:
+    """Return one line per protocol; positions: followed by a table of its loss by position."""
+    name = f"{evaluation.run} ({evaluation.checkpoint}), {evaluation.split} of {evaluation.dataset}"
+    how = {"windowed": f"windows of {evaluation.seq_len:,} tokens", "streaming": "whole documents"}
+    lines = []
     for result in evaluation.protocols.values():
-        counts = [f"{result.tokens:,} tokens", f"{result.bytes:,} bytes"]
         figures = [
             f"{result.bits_per_byte:.4f} bits per byte",
             f"{result.nats_per_token:.4f} nats per token",
         ]
+        counts = [f"{result.tokens:,} tokens", f"{result.bytes:,} bytes"]
         if result.word_perplexity is not None:
-            counts.append(f"{result.words:,} words")
             figures.append(f"word-level perplexity {result.word_perplexity:,.4g}")
-        lines += [
-            "",
-            f"{result.protocol} ({how[result.protocol]}), {', '.join(counts)}:",
-            ", ".join(figures),
-            "",
-            "| position | tokens | nats per token |",
-            "| ---: | ---: | ---: |",
-        ]
-        for row in result.by_position:
-            span = f"{row.first:,}" if row.first == row.last else f"{row.first:,} - {row.last:,}"
-            lines.append(f"| {span} | {row.tokens:,} | {row.nats_per_token:.4f} |")
-    return "\n".join(lines)
+            counts.append(f"{result.words:,} words")
+        lines.append(
+            f"{name}, {result.protocol} ({how[result.protocol]}): {', '.join(figures)}; "
+            f"{', '.join(counts)}"
+        )
+        if positions:
+            lines += ["", "| position | tokens | nats per token |", "| ---: | ---: | ---: |"]
+            for row in result.by_position:
+                span = f"{row.first:,}"
+                span += "" if row.first == row.last else f" - {row.last:,}"
+                lines.append(f"| {span} | {row.tokens:,} | {row.nats_per_token:.4f} |")
+            lines.append("")
+    return "\n".join(lines).rstrip()

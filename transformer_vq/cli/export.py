@@ -27,6 +27,9 @@ class ExportOptions:
     """Maximum size of a weight file, such as 500MB or 2GB; larger models are split."""
     chat_template: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Jinja chat template, for apply_chat_template. None uses that of the run, if it has one."""
+    license: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """License of the model for its card, named as on the Hub, such as mit or cc-by-4.0. None states
+    a license only for models in the package."""
     push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="REPO_ID")] = None
     """Upload the folder to this repository of the Hugging Face Hub, such as me/my-model."""
     private: bool = False
@@ -58,6 +61,7 @@ def run(arguments: list[str]) -> None:
         max_shard_size=options.max_shard_size,
         chat_template=options.chat_template,
         name=repo,
+        license_id=options.license,
     )
     print(f"{options.folder}: {which} of {name}, with a model card in README.md")
     if repo is not None:

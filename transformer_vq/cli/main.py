@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from transformer_vq import __version__
-from transformer_vq.cli.arguments import UsageError, as_options, nearest
+from transformer_vq.cli.arguments import HELP, UsageError, as_options, nearest
 from transformer_vq.cli.output import (
     accept_any_text,
     discard_output,
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(name: str, arguments: list[str]) -> int:
     """Run a command; return its exit status."""
-    if name in ("-h", "--help", "help"):
+    if name == "help" or name in HELP:
         print(_overview())
         return 0
     if name == "--version":

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import tyro
 
 from transformer_vq.cli.arguments import (
+    HELP,
     MAX_ROWS,
     UsageError,
     as_options,
@@ -54,7 +55,7 @@ def run(arguments: list[str]) -> None:
     example = PrepareOptions(DataConfig())
     if arguments and not arguments[0].startswith("-"):
         name, rest = arguments[0], arguments[1:]
-    elif {"-h", "--help"} & set(arguments):
+    elif HELP & set(arguments):
         name, rest = first_word(
             arguments, "prepare", "DATASET", hint, PrepareOptions, example, hidden
         )

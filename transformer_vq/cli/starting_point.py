@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from transformer_vq.cli.arguments import (
+    HELP,
     PRESET_HINT,
     UsageError,
     expand_home,
@@ -50,10 +51,18 @@ class StartingPoint:
         return given.keys() >= {field.name for field in fields(ModelConfig)}
 
     def config(self, model: ModelConfig | None = None) -> RunConfig:
-        """Return the config; `model` replaces the model of the preset, but not of the file."""
+        """Return the config.
+
+        model: that of --train.init-from. It replaces the model of the preset, but not of the file;
+        so does its tokenizer.
+        """
         base = None if self.preset is None else find_preset(self.preset)
         if model is not None:
             base = RunConfig(model) if base is None else replace(base, model=model)
+            data = replace(base.data, tokenizer=None)
+            if model.vocab_size in (256, 257):  # bytes, without and with an end of documents
+                data = replace(data, end_of_document=model.vocab_size == 257)
+            base = replace(base, data=data)
         if self.file is not None:
             return self.file.apply(base)
         assert base is not None
@@ -70,7 +79,7 @@ def starting_point(
     hint = RUN_HINT if runs else HINT
     given = _config_option(arguments)
     has_word = bool(arguments) and not arguments[0].startswith("-")
-    if given is None or has_word or {"-h", "--help"} & set(arguments):
+    if given is None or has_word or HELP & set(arguments):
         name, rest = first_word(arguments, command, "PRESET", hint, options, example)
         if runs and Path(name).is_dir():
             if given is not None:
@@ -117,8 +126,8 @@ T = TypeVar("T", bound=WithRun)
 def parse_from(start: StartingPoint, arguments: list[str], prog: str, default: T) -> T:
     """Parse the options of a command; `default` is used except for its run config.
 
-    With --train.init-from, the model is that of the given run, so that only explicit settings of
-    the model differ from it.
+    With --train.init-from, model and tokenizer are those of the given run, so that only explicit
+    settings differ from it.
     """
     first = None if start.init_from is None or start.has_model else _model_of(start.init_from)
     options = parse(type(default), arguments, prog, _with_run(default, start.config(first)))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from transformer_vq.config.checks import Range, check_fields, from_plain
 from transformer_vq.errors import UserError
@@ -72,30 +73,56 @@ class AttentionConfig(_AttentionFields):
     """Apply RMSNorm to the input of the layer."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "model")
+        check_fields(self)
         if self.d_model % 2:
-            raise UserError(f"model.d_model={self.d_model}: must be even")
+            raise UserError(f"d_model={self.d_model}: must be even")
         is_gated = self.head_type == "shga"
         if self.n_head is None and not is_gated and self.d_model % self.d_k:
             raise UserError(
-                f"model.d_model={self.d_model} is not a multiple of model.d_k={self.d_k}, as "
-                f"model.head_type={self.head_type} needs; change one of them or use shga"
+                f"d_model={self.d_model} is not a multiple of d_k={self.d_k}, as "
+                f"head_type={self.head_type} needs; change one of them or use shga"
             )
         n_head = self.n_head or (1 if is_gated else self.d_model // self.d_k)
         n_kv_head = self.n_kv_head or {"gqa": 0, "mha": n_head}.get(self.head_type, 1)
         if n_kv_head == 0:
-            raise UserError("model.head_type=gqa needs model.n_kv_head, the number of key heads")
-        possible = {"shga": n_kv_head == n_head == 1, "mqa": n_kv_head == 1}
+            raise UserError("head_type=gqa needs n_kv_head, the number of key heads")
+        if is_gated and max(n_head, n_kv_head) > 1:
+            raise UserError(
+                f"head_type=shga has one head, not {max(n_head, n_kv_head)}; use mha, mqa or gqa"
+            )
+        possible = {"shga": True, "mqa": n_kv_head == 1}
         possible |= {"mha": n_kv_head == n_head, "gqa": n_head % n_kv_head == 0}
         if not possible[self.head_type]:
             raise UserError(
-                f"model.n_kv_head={n_kv_head} is incompatible with the {n_head} query heads of "
-                f"model.head_type={self.head_type}; leave it out, or use gqa and a divisor of "
+                f"n_kv_head={n_kv_head} is incompatible with the {n_head} query heads of "
+                f"head_type={self.head_type}; leave it out, or use gqa and a divisor of "
                 f"{n_head}"
             )
         object.__setattr__(self, "n_head", n_head)
         object.__setattr__(self, "n_kv_head", n_kv_head)
         object.__setattr__(self, "d_v", self.d_v or (2 * self.d_model if is_gated else self.d_k))
+
+    @classmethod
+    def for_layer(cls, d_model: int, **options: Any) -> AttentionConfig:
+        """Return the config of a layer on its own: heads that fit d_model and each other.
+
+        Several heads without a head_type are mha, or gqa if n_kv_head is given. d_k is then
+        d_model / n_head by default; without n_head, the largest divisor of d_model up to 128.
+        """
+        n_head, n_kv_head = options.get("n_head"), options.get("n_kv_head")
+        sizes = (d_model, n_head or 1, n_kv_head or 1)
+        if not all(type(size) is int and size > 0 for size in sizes):
+            return cls(d_model, **options)  # raises an error
+        if max(sizes[1:]) > 1:
+            options = {"head_type": "mha" if n_kv_head is None else "gqa"} | options
+        if options.get("head_type", cls.head_type) != "shga" and "d_k" not in options:
+            if n_head and d_model % n_head:
+                raise UserError(
+                    f"d_model={d_model} is not a multiple of n_head={n_head}; change one of them "
+                    "or give d_k"
+                )
+            options["d_k"] = d_model // n_head if n_head else _default_d_k(*sizes[::2])
+        return cls(d_model, **options)
 
     @property
     def heads(self) -> Heads:
@@ -104,6 +131,12 @@ class AttentionConfig(_AttentionFields):
         assert self.n_kv_head is not None
         assert self.d_v is not None
         return Heads(self.n_head, self.n_kv_head, self.d_k, self.d_v, self.head_type == "shga")
+
+
+def _default_d_k(d_model: int, n_kv_head: int) -> int:
+    """Return the largest width up to 128 whose number of heads is a multiple of n_kv_head."""
+    widths = range(min(_AttentionFields.d_k, d_model), 0, -1)
+    return next((d for d in widths if d_model % (d * n_kv_head) == 0), 1)
 
 
 @dataclass(frozen=True)
@@ -164,8 +197,8 @@ class ModelConfig(_AttentionFields):
     """Constant factor applied to the features before the output projection."""
     absolute_positions: bool = False
     """Add absolute sinusoids, times a trainable scalar, to the token embeddings."""
-    commit_coef: NotNegative = 1e-4
-    """Weight of the commitment loss in the training loss."""
+    commit_coef: NotNegative = 1e-2
+    """Weight of the commitment loss in the training loss; 1e-4 in the paper."""
 
     def __post_init__(self) -> None:
         check_fields(self, "model")
@@ -175,7 +208,11 @@ class ModelConfig(_AttentionFields):
             raise UserError(
                 f"model.n_kv_head={self.n_kv_head} is for model.head_type=gqa; leave it out"
             )
-        _ = self.layer  # checks the rest
+        try:
+            _ = self.layer  # checks the rest
+        except UserError as error:
+            names = "|".join(f.name for f in fields(self))
+            raise UserError(re.sub(rf"\b({names})\b", r"model.\1", str(error))) from None
 
     @property
     def layer(self) -> AttentionConfig:

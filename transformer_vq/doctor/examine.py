@@ -53,7 +53,7 @@ def examine(device: torch.device, *, quick: bool = False, sizes: Sizes | None = 
     known = environment(device)
     tasks = _tasks(sizes, device, quick)
     measured = speed.plan(device)
-    n_speeds = 0 if quick else 1 + len(measured.cells) + len(BATCHES)
+    n_speeds = 0 if quick else len(measured.cells) + len(BATCHES)
     found: list[Finding] = []
     with progress_bar("doctor", len(tasks) + n_speeds, "checks") as advance:
         for task in tasks:
@@ -94,7 +94,7 @@ def _measure(
 ) -> tuple[float | None, list[Speed]]:
     """Return the rate of matrix products and all speeds."""
     rate = speed.matmul_rate(plan, device)
-    advance(1, note="matrix products")
+    advance(0, note="matrix products")
     rows = []
     for measure in (
         *(partial(speed.training_speed, cell, rate) for cell in plan.cells),

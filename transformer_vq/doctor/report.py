@@ -35,8 +35,11 @@ def markdown(diagnosis: Diagnosis) -> str:
 def summary(diagnosis: Diagnosis) -> str:
     """Return the result in one sentence."""
     device, failed = diagnosis.environment.device["device"], diagnosis.failed
-    n_skipped = sum(x.status == "skipped" for x in diagnosis.checks)
-    n_checked = len(diagnosis.checks) - n_skipped
+    skipped = [x.status == "skipped" for x in diagnosis.checks]
+    skipped += [x.status == "skipped" for x in diagnosis.repeats]
+    skipped += [x.count is None for x in diagnosis.syncs]
+    skipped += [bool(x.failed) for x in diagnosis.speeds]
+    n_skipped, n_checked = sum(skipped), len(skipped) - sum(skipped)
     took = f"in {diagnosis.seconds:.0f} s"
     if failed:
         more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""

@@ -16,6 +16,7 @@ import torch
 from transformer_vq.bench import decode
 from transformer_vq.bench.cells import in_subprocess
 from transformer_vq.bench.rates import matmul_rates
+from transformer_vq.bench.records import KIND_NAMES
 from transformer_vq.bench.steps import Cell, timed_steps
 from transformer_vq.config import ModelConfig, Precision
 from transformer_vq.doctor.findings import explain
@@ -85,7 +86,7 @@ def matmul_rate(plan: Plan, device: torch.device) -> float | None:
 
 def training_speed(cell: Cell, rate: float | None) -> Speed:
     """Measure training steps; rate: of matrix products."""
-    name = f"training, {cell.head_type}, {cell.kind}"
+    name = f"training, {cell.head_type}, {KIND_NAMES[cell.kind]}"
     row = Speed(name, cell.seq_len, cell.batch_size, cell.precision)
     found = _in_subprocess(timed_steps, cell, STEP_SECONDS)
     if isinstance(found, str):

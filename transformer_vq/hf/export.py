@@ -42,13 +42,15 @@ def export(
     max_shard_size: str = MAX_SHARD_SIZE,
     chat_template: Path | None = None,
     name: str | None = None,
+    license_id: str | None = None,
 ) -> str:
     """Write config, weights, codebooks, tokenizer and model card to a new folder, atomically.
 
     checkpoint: `best`, `last` or a step number. dtype: of the weights; codebooks stay float32.
     max_shard_size: of a weight file, such as "2GB"; larger models are split. chat_template: a Jinja
     file; by default the template of the run's tokenizer, or chat_template.jinja in the run.
-    name: of the model in the model card; the name of the folder by default.
+    name: of the model in the model card; the name of the folder by default. license_id: of the
+    model, as on the Hub, such as "mit" or "cc-by-4.0"; by default only packaged models state one.
 
     Returns the name of the exported checkpoint. Runs on images have no tokenizer, because their
     tokens are not text.
@@ -58,6 +60,10 @@ def export(
     if dtype not in get_args(Dtype):
         raise UserError(f"dtype={dtype!r}: choose one of {', '.join(get_args(Dtype))}")
     _check_shard_size(max_shard_size)
+    if license_id is not None and not re.fullmatch(r"[a-z][a-z0-9.+-]*", license_id):
+        raise UserError(
+            f"license={license_id!r}: give a name of the Hugging Face Hub, such as mit or cc-by-4.0"
+        )
     has_images = read_config(run).data.has_images
     template = _read_template(run, chat_template, has_images)
     model, which = load_model(run, checkpoint)
@@ -76,7 +82,7 @@ def export(
         eos_token_id=tokenizer.eod,
         pad_token_id=tokenizer.bos,
     )
-    card = model_card(run, name or folder.absolute().name, model, which)
+    card = model_card(run, name or folder.absolute().name, model, which, license_id)
     try:
         with atomic_folder(folder) as partial:
             with _without_progress_bars():

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from transformer_vq.config import RunConfig
-from transformer_vq.files import CorruptFileError, read_verified_json
+from transformer_vq.files import CorruptFileError, read_json, read_verified_json
 from transformer_vq.hf.remote_code import FILE
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import warn
 from transformer_vq.training.checkpoint import read_config
 from transformer_vq.training.metrics import read_metrics
+from transformer_vq.training.packaged import ABOUT, is_packaged
 from transformer_vq.training.plots import positions
 from transformer_vq.training.report_charts import finite
 
 PAPER = "https://arxiv.org/abs/2309.16354"
 SMALL = 100_000_000
 """Parameters below which the card warns about the size."""
+HUB_NAME = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
+"""Names that the Hub accepts as `base_model`; it rejects a card with any other."""
 HEADS = {
     "shga": "SHGA: one gated head",
     "mha": "MHA: multi-head attention",
@@ -39,21 +43,26 @@ CITATION = """\
 Row = dict[str, Any]
 
 
-def model_card(run: Path, name: str, model: TransformerVQ, which: str) -> str:
+def model_card(
+    run: Path, name: str, model: TransformerVQ, which: str, license_id: str | None = None
+) -> str:
     """Return the model card of a checkpoint of a run.
 
     name: of the model, as given to `from_pretrained`. which: the checkpoint, "best" or "step N".
+    license_id: as on the Hub, such as "mit"; by default that of a packaged model, else not stated.
     Paths of the run are reduced to their last part.
     """
     config, rows = read_config(run), read_metrics(run)
+    about = read_json(run / ABOUT) if is_packaged(run) else {}
+    data = about.get("data")
     step, n_parameters = _step(rows, which), sum(p.numel() for p in model.parameters())
     sections = [
-        _front_matter(config),
+        _front_matter(config, license_id or about.get("license")),
         f"# {name}",
         _summary(config),
         f"## Use\n\n{_usage(config, name)}",
         f"## Architecture\n\n{_architecture(model, n_parameters)}",
-        f"## Training\n\n{_training(config, rows, which, step)}",
+        f"## Training\n\n{_training(config, data, rows, which, step)}",
         f"## Results\n\n{_results(run, rows, which, step)}",
         f"## Limits\n\n{_limits(config, n_parameters)}",
         f"## Citation\n\n{CITATION}",
@@ -61,13 +70,18 @@ def model_card(run: Path, name: str, model: TransformerVQ, which: str) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def _front_matter(config: RunConfig) -> str:
+def _front_matter(config: RunConfig, license_id: str | None) -> str:
     task = "unconditional-image-generation" if config.data.has_images else "text-generation"
     tags = ["transformer-vq"]
     if config.model.attention == "vq":
         tags += ["long-context", "linear-attention"]
-    lines = ["library_name: transformers", f"pipeline_tag: {task}", "tags:"]
-    return "\n".join(["---", *lines, *(f"- {tag}" for tag in tags), "---"])
+    lines = ["library_name: transformers", f"pipeline_tag: {task}"]
+    if license_id is not None:
+        lines.append(f"license: {license_id}")
+    base = config.train.init_from
+    if base is not None and re.fullmatch(HUB_NAME, _base_name(base)):
+        lines.append(f"base_model: {json.dumps(_base_name(base))}")
+    return "\n".join(["---", *lines, "tags:", *(f"- {tag}" for tag in tags), "---"])
 
 
 def _summary(config: RunConfig) -> str:
@@ -143,10 +157,14 @@ def _architecture(model: TransformerVQ, n_parameters: int) -> str:
     return _table(("", ""), rows)
 
 
-def _training(config: RunConfig, rows: list[Row], which: str, step: int | None) -> str:
+def _training(
+    config: RunConfig, about_data: str | None, rows: list[Row], which: str, step: int | None
+) -> str:
     data, train = config.data, config.train
     found = [("dataset", str(data.dataset))]
-    if data.path:
+    if about_data is not None:
+        found = [("data", about_data)]
+    elif data.path:
         found.append(("files", ", ".join(f"`{_base_name(path)}`" for path in data.path)))
     elif data.dataset == "text":
         found.append(("files", "the sources of Python's standard library"))

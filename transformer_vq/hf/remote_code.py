@@ -36,8 +36,8 @@ except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "transformer_vq":
         raise
     raise ImportError(
-        "this model needs the Python package transformer-vq with the extra hf, which is not "
-        "installed; in a clone of its repository: pip install '.[hf]'"
+        "this model needs the Python package transformer-vq: git clone its repository, then "
+        "pip install 'PATH-OF-THE-CLONE[hf]'"
     ) from None
 
 __all__ = [

@@ -40,8 +40,10 @@ class VQAttention(AttentionLayer):
     returned `code_usage` to `update_codebook`.
 
     options: fields of `AttentionConfig`, such as head_type, n_head, n_kv_head, d_k, d_v, n_code,
-    block_len and norm_input. reduction, checkpoint_activations and execution select how the result
-    is computed; they do not change it. reduction="triton" needs the extra `triton` and a GPU.
+    block_len and norm_input. By default one gated head (shga); with n_head=8, eight heads of width
+    d_model / 8 (mha); with n_kv_head=2 as well, two key/value heads (gqa).
+    reduction, checkpoint_activations and execution select how the result is computed; they do not
+    change it. reduction="triton" needs the extra `triton` and a GPU.
     execution: None selects that of the input's device.
     """
 
@@ -54,7 +56,7 @@ class VQAttention(AttentionLayer):
         execution: Execution | None = None,
         **options: Any,
     ) -> None:
-        config = AttentionConfig(d_model, **options)
+        config = AttentionConfig.for_layer(d_model, **options)
         if config.attention != "vq":
             raise UserError("VQAttention needs attention='vq'; use FullAttention instead")
         if reduction not in get_args(Reduction):
@@ -224,7 +226,7 @@ class FullAttention(AttentionLayer):
     def __init__(
         self, d_model: int, *, checkpoint_activations: bool = False, **options: Any
     ) -> None:
-        config = AttentionConfig(d_model, **{"attention": "full", **options})
+        config = AttentionConfig.for_layer(d_model, **{"attention": "full", **options})
         super().__init__(config, checkpoint_activations)
 
     def init_state(self, batch_size: int, device: torch.device | None = None) -> AttentionState:

@@ -137,8 +137,15 @@ class VectorQuantizer(nn.Module):
         revive_below: float = 0.1,
     ) -> None:
         super().__init__()
+        for name, size in {"n_code": n_code, "d_k": d_k, "n_head": n_head}.items():
+            if not isinstance(size, int) or size < 1:
+                raise UserError(f"{name}={size!r}: must be an integer of at least 1")
         if codebook_init not in ("random", "keys"):
-            raise ValueError(f"codebook_init={codebook_init!r}: choose 'random' or 'keys'")
+            raise UserError(f"codebook_init={codebook_init!r}: choose 'random' or 'keys'")
+        if not 0 <= ema_decay < 1:
+            raise UserError(f"ema_decay={ema_decay!r}: must be a number from 0 to below 1")
+        if not revive_below >= 0:
+            raise UserError(f"revive_below={revive_below!r}: must be a number of at least 0")
         self.ema_decay = ema_decay
         self.codebook_init = codebook_init
         self.revive_below = revive_below

@@ -14,6 +14,8 @@ from pathlib import Path
 from transformer_vq.errors import UserError
 
 MODELS = Path(__file__).parents[1] / "models"
+ABOUT = "about.json"
+"""The data and the license of a packaged model, which its config does not tell."""
 _CONFIG = "config.json"
 
 

@@ -3,8 +3,8 @@
     python -m transformer_vq.training.packaging RUN NAME
 
 The new folder is transformer_vq/models/NAME: the best model with all floating-point tensors in
-bf16, the config without local paths, the tokenizer, and a thinned metrics.jsonl. A README.md, the
-model card, is written by hand.
+bf16, the config without local paths, the tokenizer, and a thinned metrics.jsonl. Two files are
+written by hand: README.md, and about.json with the data and the license for the card of an export.
 """
 
 from __future__ import annotations

@@ -86,6 +86,11 @@ def train(
         batches = training_batches(config, corpus)
         config = choose_accumulation(config, memory_per_process(world), world)
         check_memory(config, world)
+        if config.optim.schedule == "cosine" and config.optim.warmup >= config.train.steps:
+            warn(
+                f"--optim.warmup {config.optim.warmup}: the run ends after {config.train.steps} "
+                "steps, before the peak learning rate; use a shorter warm-up"
+            )
         trainer = _new_trainer(config, world)
         with _locked_by_rank_zero(run, world):
             _check_is_new(run, world)  # another process may have started a run in the meantime

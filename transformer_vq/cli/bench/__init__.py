@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from transformer_vq.cli.arguments import UsageError, first_word, nearest
+from transformer_vq.cli.arguments import HELP, UsageError, first_word, nearest
 from transformer_vq.cli.bench.ablate import Ablate
 from transformer_vq.cli.bench.compare import Compare
 from transformer_vq.cli.bench.compress import Compress
@@ -67,7 +67,7 @@ BENCHES: dict[str, str] = {
 
 def run(arguments: list[str]) -> int | None:
     """Run a benchmark; return its exit status."""
-    if arguments[:1] in (["-h"], ["--help"]):
+    if HELP & set(arguments[:1]):
         print(_overview())
         return None
     names = ", ".join(BENCHES)

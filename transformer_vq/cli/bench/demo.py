@@ -32,6 +32,8 @@ class Demo:
     """Run folder."""
     steps: int | None = None
     """Training steps; by default those of the preset."""
+    table: bool = False
+    """Print the differences from quadratic attention for all heads and reductions."""
 
 
 def run(arguments: list[str]) -> int | None:
@@ -43,7 +45,7 @@ def run(arguments: list[str]) -> int | None:
         config = replace(config, train=replace(config.train, steps=options.steps))
 
     from transformer_vq.bench.demo import BOOKS_PROMPT, PROMPT, books_sample, measure, table
-    from transformer_vq.bench.equality import differences
+    from transformer_vq.bench.equality import differences, differences_line, differences_table
     from transformer_vq.bench.plots import plot_path
     from transformer_vq.device import keep_freed_memory
     from transformer_vq.files import write_json
@@ -55,11 +57,11 @@ def run(arguments: list[str]) -> int | None:
     print(INTRODUCTION)
     print(f"1. `books` continues {BOOKS_PROMPT!r}:\n")
     print(books_sample(), flush=True)
-    print("\n2. Linear-time attention equals quadratic attention, up to rounding (float64).")
-    print("   Relative RMS difference from Definition 3.1, 1,000 tokens:\n")
-    print("| heads | reduction | output | gradients |\n| --- | --- | ---: | ---: |")
-    for head_type, reduction, output, gradients in differences():
-        print(f"| {head_type} | {reduction} | {output:.1e} | {gradients:.1e} |", flush=True)
+    print("\n2. Linear-time attention equals quadratic attention, up to rounding (float64):\n")
+    rows = list(differences())
+    if options.table:
+        print(differences_table(rows), end="\n\n")
+    print(differences_line(rows), flush=True)
 
     folder = options.out
     print(f"\n3. Training `tiny` for {config.train.steps} steps; Ctrl-C stops and saves.")
@@ -85,7 +87,7 @@ def _next_commands(run: Path) -> str:
     commands = {
         "sample books --prompt 'Call me'": "the model in the package, another prompt",
         f"sample {shlex.quote(str(run))} --prompt 'class Stack:'": "more text, another prompt",
-        f"eval {shlex.quote(str(run))}": "loss by position in the context",
+        f"eval {shlex.quote(str(run))} --positions": "loss by position in the context",
         "info enwik8-190m": "size and cost of a model of the paper",
     }
     lines = [f"  {program_name()} {line}  # {what}" for line, what in commands.items()]

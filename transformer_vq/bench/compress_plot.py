@@ -13,7 +13,7 @@ COLORS: dict[Training, tuple[str, str]] = {
     "primed": ("after the training files", ORANGE),
     "none": ("without training files", LINE),
 }
-"""Name and colour by use of training text, in the order of the legend."""
+"""Name and color by use of training text, in the order of the legend."""
 
 
 def plot_compression(record: CompressionRecord, path: Path) -> None:

@@ -25,7 +25,7 @@ SERVED: dict[ServedKey, tuple[str, str]] = {
     "context_seconds": ("stored context", SKY),
     "restarted_seconds": ("stored context,\nafter a restart", ORANGE),
 }
-"""Name and colour of the lines of the server."""
+"""Name and color of the lines of the server."""
 
 
 def plot_first_token(record: FirstTokenRecord, path: Path) -> None:

@@ -37,7 +37,7 @@ DECODE_NAMES: dict[DecodeKind, tuple[str, str]] = {
     "full": ("full attention", VERMILION),
     "gpt2": ("GPT-2", GREEN),
 }
-"""Name and colour of a decoding benchmark."""
+"""Name and color of a decoding benchmark."""
 DecodeKey = Literal["tokens_per_second", "state_bytes"]
 RUN_NAMES = {"vq": "Transformer-VQ", "full": "full attention"}
 

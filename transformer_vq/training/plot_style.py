@@ -1,4 +1,4 @@
-"""One style for all figures: size, fonts, colours, labels at line ends, notes. Needs matplotlib."""
+"""One style for all figures: size, fonts, colors, labels at line ends, notes. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, ROSE = (
     *("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#3f9bd1", "#3b4048", "#e0709a"),
 )
 COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, ROSE)
-"""Colours that remain distinguishable with colour blindness, in the order of their use."""
+"""Colors that remain distinguishable with color blindness, in the order of their use."""
 
 WIDTH = 8.0
 """Width of every figure in inches: 1,200 pixels, readable if shown 700 pixels wide."""

@@ -35,7 +35,7 @@ def serving(run: str, store: Path, options: Sequence[str] = ()) -> Iterator[Serv
     """
     command = [sys.executable, "-m", "transformer_vq", "serve", run, "--store", str(store)]
     command += ["--port", "0", "--prefix-memory-mb", "0", "--time-limit", "1e6", *options]
-    command += ["--api-key="]  # without a key, even if the environment has one
+    command += ["--api-key="]  # without a key, also if the environment has one
     with tempfile.TemporaryFile("w+") as messages:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True)
         try:

@@ -32,7 +32,7 @@ KINDS: dict[StepKind, tuple[str, str]] = {
     "triton": ("Transformer-VQ, Triton kernels", MUTED),
     "sdpa": ("PyTorch SDPA", GREEN),
 }
-"""Name and color by kind of attention, in the order of the legend."""
+"""Name and colour by kind of attention, in the order of the legend."""
 HEADS: dict[HeadType, tuple[str, str]] = {
     "shga": ("o", "-"),
     "mqa": ("s", "--"),

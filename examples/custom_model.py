@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transformer_vq import AttentionOutput, VQAttention
+from transformer_vq import AttentionOutput, ModelConfig, VQAttention
 
 D_MODEL, N_LAYER, STEPS, BATCH_SIZE, SEQ_LEN = 64, 2, 30, 8, 128
-COMMIT_COEF = 1e-2  # weight of the commitment loss, which keeps keys close to their codes
+# Weight of the commitment loss, which keeps keys close to their codes.
+COMMIT_COEF = ModelConfig.commit_coef
 
 
 class Block(nn.Module):

@@ -1,7 +1,8 @@
-"""The documentation site: links, navigation, code blocks, options and the generated page."""
+"""The documentation site: links, navigation, options, extras and the generated page."""
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,6 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 
 def name(page: Path) -> str:
     return str(page.relative_to(DOCS))
-
-
-def blocks(page: Path) -> list[str]:
-    return [code for language, code in FENCE.findall(page.read_text()) if language == "python"]
 
 
 def anchors(page: Path) -> set[str]:
@@ -56,29 +53,8 @@ def test_paths_named_in_the_text_exist(page):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-# Pages whose code starts harnesses and loads transformers several times.
-SLOW_PAGES = {"guides/harnesses.md"}
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[pytest.mark.slow] * (name(page) in SLOW_PAGES), id=name(page))
-        for page in PAGES
-        if blocks(page)
-    ],
-)
-def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
-    if page.stem == "hugging-face":
-        pytest.importorskip("transformers")
-    monkeypatch.chdir(tmp_path)
-    namespace: dict[str, object] = {"__name__": "docs"}
-    for code in blocks(page):
-        exec(compile(code, str(page), "exec"), namespace)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_options_of_commands_exist(page):
+def test_options_of_commands_in_sentences_exist(page):
     reference = dict(
         re.findall(
             r"^## tvq (\w+(?: [\w-]+)?)\n\n```text\n(.*?)^```$",
@@ -86,12 +62,23 @@ def test_options_of_commands_exist(page):
             flags=re.DOTALL | re.MULTILINE,
         )
     )
-    lines = re.findall(r"(?:^    |`)tvq ([^`\n]*)|-m transformer_vq ([^`\n]*)", page.read_text())
-    for line in ("".join(found) for found in lines):
+    for line in re.findall(r"`tvq ([^`\n]*)", page.read_text()):
         words = line.split()
         command = " ".join(words[: 1 + (words[:1] == ["bench"])])
         for option in re.findall(r"--[\w.-]+", line):
             assert f"{option} " in reference[command].replace(",", " ").replace("\n", " "), line
+
+
+def test_table_of_extras_agrees_with_the_project():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (DOCS / "getting-started.md").read_text(), re.M)
+    table = {extra: text for extra, text in rows if extra in extras}
+    assert list(table) == [extra for extra, _ in rows[: len(table)]]
+    assert table.keys() == extras.keys()
+    included = re.search(r"\[(.*)\]", extras["all"][0])[1].split(",")
+    assert set(re.findall(r"`(\w+)`", table["all"])) == extras.keys() - {*included, "all"}
 
 
 def test_api_page_documents_every_public_name():

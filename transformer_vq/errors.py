@@ -44,7 +44,7 @@ class MissingExtraError(UserError, ImportError):
 def missing_extra(feature: str, package: str) -> MissingExtraError:
     """Return the error for a feature whose optional package is missing.
 
-    package: as for pip, such as "transformers>=5". Installing it always works, also if
+    package: as for pip, such as "transformers>=5". Installing it always works, even if
     transformer_vq itself is not in the package index; the extra is named as well.
     """
     name = package.replace(">=", " ")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 WIDTH, HEIGHT = 800, 364
 INK, MUTED, LINE, PANEL = "#1f2328", "#57606a", "#8c959f", "#f3f5f7"
-CODES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7"]  # colour-blind safe
+CODES = ["#0072b2", "#e69f00", "#009e73", "#cc79a7"]  # color-blind safe
 OLDER = [0, 1, 0, 2, 3, 0, 1, 2, 0, 1, 3, 0]
 WINDOW = [2, 0, 1, 3, 0, 1]
 BLOCK = [1, 0, 3, 2]  # the last one is the query; two later tokens are masked
@@ -54,8 +54,8 @@ def draw() -> str:
     older_x, window_x, block_x = 28, 400, 600
     parts = [box(0.5, 0.5, WIDTH - 1, HEIGHT - 1, "#ffffff", rx="12", stroke="#d0d7de")]
 
-    # Tokens: older ones are filled with the colour of their code, recent ones carry a dot.
-    parts += group(older_x, 12 * STEP - 4, "older tokens, coloured by code")
+    # Tokens: older ones are filled with the color of their code, recent ones carry a dot.
+    parts += group(older_x, 12 * STEP - 4, "older tokens, colored by code")
     for i, code in enumerate(OLDER):
         parts.append(box(older_x + i * STEP, STRIP, SIZE, SIZE, CODES[code], rx="4"))
     parts += group(window_x, 6 * STEP - 4, "window: last L tokens")

@@ -1,8 +1,6 @@
 """Export of a run to a folder that transformers can load; failures leave no files."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from transformer_vq.hf.export import export
 from transformer_vq.training.checkpoint import CheckpointError, load_model, read_tokenizer
 from transformer_vq.training.run import train
 
-README = Path(__file__).parents[2] / "README.md"
 FILES = {
     *("README.md", "checksums.json", "config.json", "generation_config.json"),
     *("model.safetensors", "tokenizer_config.json", "transformer_vq_classes.py"),
@@ -130,15 +127,6 @@ def test_export_of_an_image_run_has_no_tokenizer(run, tmp_path, monkeypatch):
         )
     export(run, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES - {"tokenizer_config.json"}
-
-
-def test_readme_example_runs(run, tmp_path, monkeypatch):
-    (tmp_path / "my-run").symlink_to(run)
-    monkeypatch.chdir(tmp_path)
-    section = README.read_text().partition("## Hugging Face")[2].partition("\n## ")[0]
-    main(re.search(r"^    tvq (export my-run my-model)", section, flags=re.MULTILINE)[1].split())
-    code = re.search(r"```python\n(.*?)```", section, flags=re.DOTALL)[1]
-    exec(compile(code, "README.md", "exec"), {})
 
 
 def test_export_command_writes_the_folder_once(run, tmp_path, capsys):

@@ -25,7 +25,7 @@ class ResumeOptions:
     result, except that another device or process mesh, train.compile, train.reduction and
     train.checkpoint-activations may change the rounding.
 
-    More --train.steps extend a run, also a finished one. With optim.schedule wsd it resumes from
+    More --train.steps extend a run, even a finished one. With optim.schedule wsd it resumes from
     the start of its decay, and equals a run with that many steps from the beginning.
     """
 

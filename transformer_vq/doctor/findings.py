@@ -77,7 +77,7 @@ class Errors:
 
 
 def check(path: str, dtype: str, tolerance: float, measure: Callable[[], Errors]) -> Check:
-    """Run one check. Exceptions, also those of a GPU, become the result; Ctrl-C does not."""
+    """Run one check. Exceptions, including those of a GPU, become the result; Ctrl-C does not."""
     try:
         errors = measure()
     except Exception as error:

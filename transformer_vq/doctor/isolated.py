@@ -62,7 +62,7 @@ def _isolated(
     sizes: Sizes,
     device: torch.device,
 ) -> Findings:
-    """Call `work` in a subprocess; return a row also if the process dies."""
+    """Call `work` in a subprocess; return a row even if the process dies."""
     limit = CPU_TIME_LIMIT if device.type == "cpu" else TIME_LIMIT
     found = in_subprocess(work, sizes, device, seconds=limit)
     if isinstance(found, list):

@@ -77,7 +77,7 @@ class CodebookUpdates(nn.Module):
 
     @torch.no_grad()
     def update_codebooks(self, code_usage: Sequence[CodeUsage] | None = None) -> None:
-        """Move the codebooks towards the keys of `code_usage`; happens after each optimizer step.
+        """Move the codebooks toward the keys of `code_usage`; happens after each optimizer step.
 
         code_usage: by default that of all training passes since the last update, on all processes.
         Codebooks of frozen layers do not move.

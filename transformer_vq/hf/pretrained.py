@@ -31,7 +31,7 @@ class TransformerVQPreTrainedModel(SavedModel, PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Draw the initial weights of the core model, also for codebooks."""
+        """Draw the initial weights of the core model, including its codebooks."""
         if isinstance(module, nn.Linear):
             init.normal_(module.weight, std=module.in_features**-0.5)
             if module.bias is not None:

@@ -88,7 +88,7 @@ class VQAttention(AttentionLayer):
         )
 
     def update_codebook(self, code_usage: CodeUsage) -> None:
-        """Move the codebook towards the keys of `code_usage`; call once per optimizer step."""
+        """Move the codebook toward the keys of `code_usage`; call once per optimizer step."""
         self.quantizer.update_codebook(code_usage)
 
     def max_distance(self, state: AttentionState, seq_len: int) -> int:

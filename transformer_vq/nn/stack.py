@@ -192,7 +192,7 @@ class Stack(nn.Module):
 
     @torch.no_grad()
     def update_codebooks(self, code_usage: Sequence[CodeUsage]) -> None:
-        """Move every codebook towards the keys of `code_usage`; call once per optimizer step."""
+        """Move every codebook toward the keys of `code_usage`; call once per optimizer step."""
         layers = [layer for layer in self._attentions() if isinstance(layer, VQAttention)]
         if len(layers) != len(code_usage):
             raise ValueError(

@@ -43,7 +43,7 @@ def create_app(service: Service, hosts: frozenset[str] | None = None) -> FastAPI
 
     app = FastAPI(
         title="Transformer-VQ",
-        description="Completions of the OpenAI API, and contexts that are read once.",
+        description="Completions of the OpenAI API, and stored contexts.",
         lifespan=lifespan,
         docs_url=None,  # FastAPI's own loads scripts from another server
         redoc_url=None,
@@ -87,7 +87,7 @@ def _add_information(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", tags=["information"])
     async def health() -> dict[str, Any]:
-        """Return whether the server works, and how busy it is."""
+        """Return the status of the server and its load."""
         return {
             "status": "ok",
             "model": service.name,

@@ -210,7 +210,7 @@ class Engine:
         return has_read or has_decoded
 
     def _guarded(self, step: Callable[[], None], affected: Sequence[Generation]) -> bool:
-        """Run a step; if it fails, end the requests that it affects. The server goes on."""
+        """Run a step; if it fails, end the requests that it affects. The server keeps running."""
         try:
             step()
         except Exception as error:

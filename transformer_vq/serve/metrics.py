@@ -74,7 +74,7 @@ class EngineCollector(Collector):
         yield from counters.latencies.collect()
         contexts = self._service.contexts.list()
         for name, text, value in (
-            ("tvq_slots", "Texts that can be generated at the same time.", engine.n_slots),
+            ("tvq_slots", "Maximum number of concurrent requests.", engine.n_slots),
             ("tvq_active_requests", "Requests that are being processed.", engine.n_active),
             ("tvq_waiting_requests", "Requests that wait for a slot.", engine.n_waiting),
             ("tvq_state_bytes", "Size of the state of one slot.", engine.state_bytes),

@@ -23,7 +23,7 @@ class FirstToken:
     """Measure the time to the first token of long documents through `tvq serve`.
 
     Each document is sent as a prompt, then uploaded as a stored context, from which a short
-    question continues, also after the server is started again. GPT-2 of Hugging Face transformers
+    question continues, even after the server is started again. GPT-2 of Hugging Face transformers
     with about as many parameters processes as many tokens, with a KV cache and without a server.
     """
 

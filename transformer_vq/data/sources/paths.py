@@ -123,5 +123,5 @@ def file_fingerprint(path: Path, root: Path) -> list[object]:
 
 
 def _name(path: Path) -> bytes:
-    """Return the same bytes on every system, also for names that are not valid UTF-8."""
+    """Return the same bytes on every system, even for names that are not valid UTF-8."""
     return os.fsencode(path.as_posix())

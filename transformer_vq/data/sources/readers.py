@@ -36,7 +36,7 @@ class ReadCounts:
     """What `read_pieces` has read so far."""
 
     documents: int = 0
-    """All documents, also the empty ones."""
+    """All documents, including empty ones."""
     empty: int = 0
     """Documents without any text, which are skipped."""
 

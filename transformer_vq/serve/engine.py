@@ -116,6 +116,11 @@ class Engine:
     def n_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def n_unread(self) -> int:
+        """Tokens of prompts and documents that are still to be processed."""
+        return sum(x.n_unread for x in [*self._waiting, *self._reading])
+
     def submit(self, request: Request, notify: Notify) -> Generation:
         """Queue a request; `notify` receives its events, the last of which is Finished.
 

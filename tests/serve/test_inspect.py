@@ -8,8 +8,6 @@ from contextlib import closing
 import pytest
 from servers import TOKENIZER, a_model, a_service, running, wait_until
 
-from transformer_vq.serve.requests import Request
-
 DOCUMENT = "the cat sat on the mat. "
 
 
@@ -127,11 +125,28 @@ def test_many_inspections_are_rejected_and_do_not_delay_other_requests(tmp_path)
     assert gate.seen == [ord("a")] * statuses.count(200)
 
 
-def test_health_counts_the_tokens_that_are_not_processed_yet(tmp_path):
-    service = a_service(tmp_path)
-    service.engine.submit(Request([0] * 5000, max_new_tokens=0), lambda event: None)
-    assert service.engine.n_unread == 5000
-    service.engine.run_once()
-    assert 0 < service.engine.n_unread < 5000
+def test_health_reports_the_progress_of_a_document(tmp_path):
+    model = a_model()
+    may_read = threading.Event()
+    may_read.set()
+    n_segments = 0
+
+    def wait(model, args):
+        nonlocal n_segments
+        n_segments += 1
+        assert n_segments == 1 or may_read.wait(60)
+
+    model.register_forward_pre_hook(wait)
+    service = a_service(tmp_path, model)
     with running(service) as client:
-        wait_until(lambda: client.get("/health")[2]["unread_tokens"] == 0)
+        may_read.clear()
+        body = {"tokens": [0] * 5000}
+        upload = threading.Thread(target=client.post, args=("/v1/contexts", body))
+        upload.start()
+        wait_until(lambda: n_segments == 2)
+        found = client.get("/health")[2]["prefill"]
+        may_read.set()
+        upload.join()
+        assert found["total"] == 5000
+        assert 0 < found["tokens"] < 5000
+        assert client.get("/health")[2]["prefill"] == {"tokens": 0, "total": 0}

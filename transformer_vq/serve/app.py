@@ -84,13 +84,14 @@ def _add_information(app: FastAPI, service: Service) -> None:
     @app.get("/health", tags=["information"])
     async def health() -> dict[str, Any]:
         """Return whether the server works, and how busy it is."""
+        n_prefilled, n_prompt = engine.prefill_progress
         return {
             "status": "ok",
             "model": service.name,
             "slots": engine.n_slots,
             "active": engine.n_active,
             "waiting": engine.n_waiting,
-            "unread_tokens": engine.n_unread,
+            "prefill": {"tokens": n_prefilled, "total": n_prompt},
         }
 
     @app.get("/metrics", tags=["information"])

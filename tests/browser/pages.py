@@ -39,13 +39,23 @@ def generate(page, prompt="the cat sat", n_tokens=40, seed=1):
     return page.locator("#stream").text_content()
 
 
+def wait_for_example(page):
+    """Wait until the example document is stored and the text after it is shown."""
+    expect(tokens(page).first).to_be_visible(timeout=3 * TIMEOUT)
+
+
+def n_document(page):
+    """Number of tokens of the document."""
+    return int(page.locator("#n-document").text_content().replace(",", ""))
+
+
 def tokens(page):
     return page.get_by_role("listbox", name="Tokens").get_by_role("option")
 
 
 def shown_token(page):
     """Position of the token that the panel describes."""
-    return int(page.locator("#facts dd").nth(1).text_content().split()[0])
+    return int(page.locator("#facts dd").nth(1).text_content().replace(",", ""))
 
 
 def marked(page, name):

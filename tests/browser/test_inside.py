@@ -44,15 +44,14 @@ def check_layer(page, layer, head, position):
     nearest = page.get_by_role("list", name="Nearest earlier tokens").get_by_role("button")
     targets = nearest.evaluate_all("all => all.map(x => Number(x.dataset.target))")
     assert targets == same[::-1][:8]
-    shares = {"own": "own_block", "previous": "previous_block", "cache": "cache"}
-    for name, part in shares.items():
+    for name in ("window", "cache"):
         value = float(page.locator(f"#{name}").text_content().removesuffix("%"))
-        assert value == pytest.approx(100 * layer[part][head][position], abs=0.06)
+        assert value == pytest.approx(100 * layer[name][head][position], abs=0.06)
     buttons = page.locator("#top-codes button")
     weights = layer["top_weights"][head][position]
     top = [code for code, x in zip(layer["top_codes"][head][position], weights, strict=True) if x]
     assert [int(text.split()[1].rstrip(":")) for text in buttons.all_text_contents()] == top
-    in_cache = (position // BLOCK_LEN - 1) * BLOCK_LEN
+    in_cache = position - BLOCK_LEN
     buttons.first.click()
     assert marked(page, "example") == [i for i in range(in_cache) if codes[i] == top[0]]
     expect(page.locator("#top-codes li").first).to_contain_text("“")
@@ -60,9 +59,9 @@ def check_layer(page, layer, head, position):
 
 def test_early_tokens_have_an_empty_cache(page):
     generate(page, n_tokens=150)
-    tokens(page).nth(2 * BLOCK_LEN - 1).click()
+    tokens(page).nth(BLOCK_LEN).click()
     expect(page.locator("#cache")).to_have_text("0.0%")
-    expect(page.locator("#cache-note")).to_contain_text(f"position {2 * BLOCK_LEN} on")
+    expect(page.locator("#cache-note")).to_contain_text(f"position {BLOCK_LEN + 1} on")
     expect(page.locator("#top-codes li")).to_have_count(0)
 
 

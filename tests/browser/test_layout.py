@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from pages import PHONE, fits, generate, tokens
 from playwright.sync_api import expect
 
@@ -53,11 +54,18 @@ def test_phone_has_no_horizontal_scrolling(visits):
     assert page.locator("#tokens").evaluate("box => box.scrollWidth <= box.clientWidth")
 
 
-def test_first_visit_on_a_phone_shows_text_without_scrolling(visits):
-    page = visits.open(is_first=True, viewport=PHONE)
-    expect(tokens(page).first).to_be_in_viewport()
+def test_generated_text_on_a_phone_is_in_view(visits):
+    page = visits.open(viewport=PHONE)
     page.get_by_role("button", name="Generate").click()
-    expect(page.get_by_role("heading", name="Text and view inside")).to_be_in_viewport()
+    expect(page.get_by_role("heading", name="Text", exact=True)).to_be_in_viewport()
+
+
+@pytest.mark.parametrize("is_phone", [False, True])
+def test_hints_fit_the_device(visits, is_phone):
+    options = {"viewport": PHONE, "has_touch": True, "is_mobile": True} if is_phone else {}
+    page = visits.open(**options)
+    for hint, is_for_phones in [("Ctrl+Enter", False), ("Drop a", False), ("Tap a token", True)]:
+        expect(page.get_by_text(hint)).to_be_visible(visible=is_for_phones == is_phone)
 
 
 def test_invalid_parameter_on_a_phone_is_shown(visits):
@@ -91,7 +99,7 @@ def test_reduced_motion_has_no_transitions(visits):
 def test_landmarks_and_headings_exist(page):
     for role in ("banner", "main", "navigation"):
         expect(page.get_by_role(role)).to_have_count(1)
-    names = ("Playground", "Text and view inside", "Token", "Memory of the text")
+    names = ("Document", "Playground", "Text", "Token")
     for name in names:
         expect(page.get_by_role("region", name=name, exact=True)).to_have_count(1)
         expect(page.get_by_role("heading", name=name, exact=True)).to_have_count(1)

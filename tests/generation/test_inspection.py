@@ -12,6 +12,7 @@ from helpers import assert_close, tiny_model
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from transformer_vq import prefill
 from transformer_vq.errors import UserError
 from transformer_vq.generation.inspection import (
     Inspection,
@@ -117,17 +118,17 @@ def sinusoids(positions, width):
 
 
 def grouped(weights, codes, n_code):
-    """Return the shares of own block, previous block and cache, and the weight of each code."""
+    """Return the shares of window and cache, and the weight of each code of the cache."""
     weights = weights.mean(1)
     n_head, seq_len, _ = weights.shape
-    shares = torch.zeros(3, n_head, seq_len).double()
+    shares = torch.zeros(2, n_head, seq_len).double()
     of_code = torch.zeros(n_head, seq_len, n_code).double()
     for head in range(n_head):
         for i in range(seq_len):
             for j in range(i + 1):
-                age = min(i // BLOCK_LEN - j // BLOCK_LEN, 2)
-                shares[age, head, i] += weights[head, i, j]
-                if age == 2:
+                is_old = i - j > BLOCK_LEN
+                shares[int(is_old), head, i] += weights[head, i, j]
+                if is_old:
                     of_code[head, i, codes[head, j]] += weights[head, i, j]
     return shares, of_code
 
@@ -141,13 +142,36 @@ def test_inspection_equals_the_quadratic_reference(kind):
     bits = -want.logits.log_softmax(-1)[range(len(TOKENS) - 1), TOKENS[1:]] / math.log(2)
     assert_close("surprisal", inspection.surprisal[1:], bits)
     for got, weights, codes in zip(inspection.layers, want.weights, want.codes, strict=True):
-        (own, previous, cache), of_code = grouped(weights, codes, n_code)
+        (window, cache), of_code = grouped(weights, codes, n_code)
         assert torch.equal(got.codes, codes)
-        assert_close("own block", got.own_block, own)
-        assert_close("previous block", got.previous_block, previous)
+        assert_close("window", got.window, window)
         assert_close("cache", got.cache, cache)
         assert_close("top weights", got.top_weights, of_code.topk(3).values)
         assert_close("weights of the top codes", of_code.gather(-1, got.top_codes), got.top_weights)
+
+
+@pytest.mark.parametrize("n_before", [1, 2, 4, 7, 8, 13, 22])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_after_a_context_equal_those_of_the_whole_sequence(kind, n_before):
+    model = make(n_layer=2, **KINDS[kind])
+    whole = inspect_tokens(model, TOKENS, n_codes=3)
+    context = prefill(model, [TOKENS[:n_before]])
+    rest = inspect_tokens(model, TOKENS[n_before:], context=context, n_codes=3)
+    assert_close("surprisal", rest.surprisal, whole.surprisal[n_before:])
+    for got, want in zip(rest.layers, whole.layers, strict=True):
+        assert torch.equal(got.codes, want.codes[:, n_before:])
+        for name in ("window", "cache", "top_weights"):
+            assert_close(name, getattr(got, name), getattr(want, name)[:, n_before:])
+
+
+def test_context_is_not_changed_and_must_have_one_row():
+    model = make()
+    context = prefill(model, [TOKENS])
+    before = {name: x.clone() for name, x in context.state.to_tensors().items()}
+    inspect_tokens(model, TOKENS, context=context)
+    assert all(torch.equal(x, before[name]) for name, x in context.state.to_tensors().items())
+    with pytest.raises(UserError, match="has 2 rows"):
+        inspect_tokens(model, TOKENS, context=context.repeat(2))
 
 
 def test_window_without_a_cache_has_no_weight_on_older_tokens():
@@ -155,13 +179,13 @@ def test_window_without_a_cache_has_no_weight_on_older_tokens():
     for layer in layers:
         assert not layer.cache.any()
         assert not layer.top_weights.any()
-        assert (layer.previous_block[:, BLOCK_LEN:] > 0).all()
+        torch.testing.assert_close(layer.window, torch.ones_like(layer.window))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_shares_sum_to_one(kind):
     for layer in inspect_tokens(make(**KINDS[kind]).float(), TOKENS).layers:
-        total = layer.own_block + layer.previous_block + layer.cache
+        total = layer.window + layer.cache
         torch.testing.assert_close(total, torch.ones_like(total))
 
 
@@ -171,11 +195,10 @@ def test_weights_of_all_codes_sum_to_the_share_of_the_cache():
         assert_close("cache", layer.top_weights.sum(-1), layer.cache)
 
 
-def test_first_two_blocks_have_an_empty_cache():
+def test_cache_is_empty_until_tokens_are_older_than_the_window():
     for layer in inspect_tokens(make(), TOKENS).layers:
-        assert not layer.previous_block[:, :BLOCK_LEN].any()
-        assert not layer.top_weights[:, : 2 * BLOCK_LEN].any()
-        assert (layer.top_weights[:, 2 * BLOCK_LEN :, 0] > 0).all()
+        assert not layer.top_weights[:, : BLOCK_LEN + 1].any()
+        assert (layer.top_weights[:, BLOCK_LEN + 1 :, 0] > 0).all()
 
 
 @torch.no_grad()
@@ -195,7 +218,7 @@ def test_shapes_and_types_follow_the_model():
     assert inspection.surprisal.dtype == torch.float32
     assert len(inspection.layers) == 3
     for layer in inspection.layers:
-        assert layer.codes.shape == layer.own_block.shape == (2, 23)
+        assert layer.codes.shape == layer.window.shape == (2, 23)
         assert layer.top_codes.shape == layer.top_weights.shape == (2, 23, 2)
         assert layer.codes.dtype == layer.top_codes.dtype == torch.int64
         assert layer.cache.dtype == layer.top_weights.dtype == torch.float32
@@ -295,7 +318,7 @@ def test_to_dict_is_json_with_rounded_numbers():
         assert set(got) == {field.name for field in fields(LayerInspection)}
         assert got["codes"] == layer.codes.tolist()
         assert got["top_codes"] == layer.top_codes.tolist()
-        for name in ("own_block", "previous_block", "cache"):
+        for name in ("window", "cache"):
             rows = getattr(layer, name).tolist()
             assert got[name] == [[round(x, 4) for x in row] for row in rows]
         assert got["top_weights"][1][22] == [round(x, 4) for x in layer.top_weights[1, 22].tolist()]

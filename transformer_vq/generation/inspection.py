@@ -1,8 +1,8 @@
 """Inspection: surprisal of every token, codes of every key, and where attention goes.
 
 The model runs on one block of tokens at a time. A forward hook on every attention layer recomputes
-the weights of that block, which the layer itself does not keep: over its own block, the previous
-block and the codes of the cache. So time and memory are linear in the length.
+the weights of that block, which the layer itself does not keep: over the codes of the cache, the
+window before the block, and the block. So time and memory are linear in the length.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from transformer_vq.device import evaluating
 from transformer_vq.errors import UserError
+from transformer_vq.generation.prefill import Context
 from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import ModelOutput, TransformerVQ
 from transformer_vq.nn.projections import AttentionOutput
@@ -34,16 +35,14 @@ from transformer_vq.ops.state import AttentionState
 class LayerInspection:
     """Codes and attention weights of one attention layer, for h key heads and t tokens.
 
-    Weights are averages over the query heads of a key head. Blocks start at the first token. The
-    shares `own_block`, `previous_block` and `cache` sum to 1.
+    Weights are averages over the query heads of a key head. The shares `window` and `cache` sum to
+    1. They do not depend on how a sequence is split into a context and tokens.
     """
 
     codes: Tensor
     """[h, t] of int64: the code of every key."""
-    own_block: Tensor
-    """[h, t]: share of the attention weight on the token's own block, up to the token itself."""
-    previous_block: Tensor
-    """[h, t]: share on the block before it."""
+    window: Tensor
+    """[h, t]: share of the attention weight on the token itself and the `block_len` before it."""
     cache: Tensor
     """[h, t]: share on everything older, the compressive cache."""
     top_codes: Tensor
@@ -64,7 +63,7 @@ class Inspection:
     """The result of `inspect_tokens`; all tensors are on the CPU."""
 
     surprisal: Tensor
-    """[t]: bits of each token given all tokens before it; NaN for the first one."""
+    """[t]: bits of each token given all tokens before it; NaN if there are none."""
     layers: tuple[LayerInspection, ...]
     """One per attention layer, from the input to the output."""
 
@@ -77,12 +76,18 @@ class Inspection:
         }
 
 
-def inspect_tokens(model: TransformerVQ, tokens: Sequence[int], *, n_codes: int = 5) -> Inspection:
+def inspect_tokens(
+    model: TransformerVQ,
+    tokens: Sequence[int],
+    *,
+    context: Context | None = None,
+    n_codes: int = 5,
+) -> Inspection:
     """Return surprisal, codes and attention weights of a sequence, in linear time and memory.
 
-    tokens: token ids of one sequence from its start, usually the tokenizer's `bos`. n_codes: number
-    of codes of the cache to list per token, at most `n_code` of the model. The model runs without
-    dropout, and its training mode is restored.
+    tokens: token ids of one sequence from its start, usually the tokenizer's `bos`, or those after
+    `context`, a result of `prefill`. n_codes: number of codes of the cache to list per token, at
+    most `n_code` of the model. The model runs without dropout, and its training mode is restored.
     """
     ids = _token_ids(tokens, model.config.vocab_size)
     if n_codes < 1:
@@ -90,11 +95,15 @@ def inspect_tokens(model: TransformerVQ, tokens: Sequence[int], *, n_codes: int 
     layers = [branch for branch in model.branches if isinstance(branch, VQAttention)]
     if not layers:
         raise UserError("a model with attention='full' has no codes to inspect; use attention='vq'")
+    if context is not None and len(context.logits) != 1:
+        raise UserError(f"the context has {len(context.logits)} rows; use a context of one row")
     ids = ids.to(next(model.parameters()).device)
     block_len: int = model.config.block_len
     blocks: list[list[LayerInspection]] = [[] for _ in layers]
     surprisal = [torch.full((1,), torch.nan)]
     state: ModelState | None = None
+    if context is not None:
+        surprisal, state = [_bits(context.logits, ids[:1])], context.state
     with evaluating(model), ExitStack() as hooks:
         for layer, of_layer in zip(layers, blocks, strict=True):
             hook = _recorder(of_layer, n_codes)
@@ -103,10 +112,9 @@ def inspect_tokens(model: TransformerVQ, tokens: Sequence[int], *, n_codes: int 
             stop = start + block_len
             output: ModelOutput = model(ids[start:stop].unsqueeze(0), state)
             state = output.state
-            targets = ids[start + 1 : stop + 1].to(output.logits.device)
-            logits = output.logits[0, : len(targets)]  # the last token has no target
-            nats = F.cross_entropy(logits, targets, reduction="none")
-            surprisal.append((nats / math.log(2)).cpu())
+            targets = ids[start + 1 : stop + 1]
+            # The last token has no target.
+            surprisal.append(_bits(output.logits[0, : len(targets)], targets))
     return Inspection(torch.cat(surprisal), tuple(map(_join, blocks)))
 
 
@@ -146,6 +154,12 @@ def _token_ids(tokens: Sequence[int], vocab_size: int) -> Tensor:
     return torch.tensor(ids)
 
 
+def _bits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the surprisal of each target. logits: [t, vocab_size], targets: [t] -> [t]."""
+    nats = F.cross_entropy(logits, targets.to(logits.device), reduction="none")
+    return (nats / math.log(2)).cpu()
+
+
 def _recorder(blocks: list[LayerInspection], n_codes: int) -> Callable[..., None]:
     """Return a forward hook that appends the inspection of each block of a layer."""
 
@@ -173,15 +187,16 @@ def _block(
 ) -> LayerInspection:
     """Return the inspection of one block: the weights of Theorem 3.7 instead of its output.
 
-    x: [1, i, d_model] input of the layer, before, after: its state before and after the block. The
-    window of the state before is the previous block, because all calls start where a block starts.
+    x: [1, i, d_model] input of the layer, before, after: its state before and after the block.
     """
     n_token, n_code, window_len = x.shape[1], layer.config.n_code, before.k.shape[-2]
+    assert before.z is not None
     assert after.z is not None
 
-    # 1. Queries, and the quantized keys of the previous block and of this one.
+    # 1. Queries, and the quantized keys and codes of the window and of this block.
     q, q_position = layer.queries(layer.norm(x))
     k_local = torch.cat([before.k, after.k[..., -n_token:, :]], dim=-2)
+    z_local = torch.cat([before.z, after.z[..., -n_token:]], dim=-1).squeeze(0)  # [h, L + i]
 
     # 2. Scores of the codes and of the local keys.
     older = -torch.inf if before.cache is None else 0.0
@@ -200,12 +215,15 @@ def _block(
     # 4. One softmax over all columns, averaged over the query heads: [h, i, s + L + i].
     scores = torch.cat([scores_cache, scores_local], dim=-1)
     weights = attention_weights(scores, None, multiplicity).mean(2).squeeze(0)
-    of_codes, previous, own = weights.split([n_code, window_len, n_token], dim=-1)
+    of_codes, local = weights.split([n_code, window_len + n_token], dim=-1)
+
+    # 5. Local column j < i is more than L tokens older than query i: it counts as cache.
+    columns = z_local.unsqueeze(1).expand_as(local)
+    of_codes = of_codes.scatter_add(-1, columns, local.tril(-1))
     top = of_codes.topk(min(n_codes, n_code), dim=-1)
     return LayerInspection(
-        codes=after.z[0, :, -n_token:].cpu(),
-        own_block=own.sum(-1).cpu(),
-        previous_block=previous.sum(-1).cpu(),
+        codes=z_local[:, -n_token:].cpu(),
+        window=local.triu().sum(-1).cpu(),
         cache=of_codes.sum(-1).cpu(),
         top_codes=top.indices.cpu(),
         top_weights=top.values.cpu(),

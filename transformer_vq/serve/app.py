@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,19 +13,17 @@ from fastapi.responses import FileResponse, Response
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from transformer_vq.generation.inspection import inspect_tokens
 from transformer_vq.serve.chat import chat_router
-from transformer_vq.serve.completions import completions_router, token_name
+from transformer_vq.serve.completions import completions_router
 from transformer_vq.serve.docs import add_docs
 from transformer_vq.serve.documents import contexts_router
-from transformer_vq.serve.errors import APIError, add_error_handlers
+from transformer_vq.serve.errors import add_error_handlers
 from transformer_vq.serve.guard import Guard
+from transformer_vq.serve.inspection import inspection_router
 from transformer_vq.serve.metrics import registry_of
-from transformer_vq.serve.schema import InspectBody
 from transformer_vq.serve.service import Service
 
 PAGE = Path(__file__).parent / "page"
-MAX_INSPECTED = 4096  # tokens
 
 
 def create_app(service: Service, hosts: frozenset[str] | None = None) -> FastAPI:
@@ -54,8 +51,7 @@ def create_app(service: Service, hosts: frozenset[str] | None = None) -> FastAPI
     add_error_handlers(app)
     add_docs(app)
     _add_information(app, service)
-    _add_inspection(app, service)
-    for router in (completions_router, chat_router, contexts_router):
+    for router in (completions_router, chat_router, contexts_router, inspection_router):
         app.include_router(router(service))
     app.mount("/page", StaticFiles(directory=PAGE), name="page")
     return app
@@ -88,12 +84,14 @@ def _add_information(app: FastAPI, service: Service) -> None:
     @app.get("/health", tags=["information"])
     async def health() -> dict[str, Any]:
         """Return the status of the server and its load."""
+        n_prefilled, n_prompt = engine.prefill_progress
         return {
             "status": "ok",
             "model": service.name,
             "slots": engine.n_slots,
             "active": engine.n_active,
             "waiting": engine.n_waiting,
+            "prefill": {"tokens": n_prefilled, "total": n_prompt},
         }
 
     @app.get("/metrics", tags=["information"])
@@ -111,26 +109,3 @@ def _add_information(app: FastAPI, service: Service) -> None:
         """Describe the model."""
         service.check_model(name)
         return model
-
-
-def _add_inspection(app: FastAPI, service: Service) -> None:
-    one_at_a_time = threading.Lock()
-
-    @app.post("/v1/inspect", tags=["information"])
-    async def inspect(body: InspectBody) -> dict[str, Any]:
-        """Look inside: surprisal, codes and division of attention for every token of a text."""
-        tokens = body.tokens
-        if tokens is None:
-            tokens = [service.tokenizer.bos, *await service.encode(body.text, "text")]
-        service.check_tokens(tokens, "text")
-        if len(tokens) > MAX_INSPECTED:
-            message = f"the text has {len(tokens):,} tokens; at most {MAX_INSPECTED:,} are shown"
-            raise APIError(413, message, "text")
-
-        def work() -> dict[str, Any]:
-            with one_at_a_time:
-                return inspect_tokens(service.engine.model, tokens, n_codes=body.n_codes).to_dict()
-
-        found = await run_in_threadpool(work)
-        names = [token_name(service.tokenizer, token) for token in tokens]
-        return {"tokens": tokens, "texts": names} | found

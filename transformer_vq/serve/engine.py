@@ -127,6 +127,13 @@ class Engine:
     def n_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def prefill_progress(self) -> tuple[int, int]:
+        """Tokens of unfinished prompts and documents: those processed, and all."""
+        unfinished = [*self._waiting, *self._reading]
+        total = sum(len(x.request.prompt) for x in unfinished)
+        return total - sum(x.n_unread for x in unfinished), total
+
     def submit(self, request: Request, notify: Notify) -> Generation:
         """Queue a request; `notify` receives its events, the last of which is Finished.
 

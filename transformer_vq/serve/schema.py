@@ -17,6 +17,7 @@ MAX_STOP = 16
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_NAME = 200  # characters
+MAX_INSPECTED = 4096  # tokens
 
 Stop = str | list[str] | None
 
@@ -166,5 +167,7 @@ class InspectBody(Body):
     """Body of POST /v1/inspect: what to look inside at."""
 
     text: str = ""
-    tokens: list[int] | None = None
+    tokens: Annotated[list[int], Field(max_length=MAX_INSPECTED)] | None = None
+    context: str | None = None
+    """Id of a stored context that the text continues."""
     n_codes: Annotated[int, Field(ge=1, le=32)] = 5

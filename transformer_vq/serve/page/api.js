@@ -96,9 +96,23 @@ export async function deleteContext(id) {
   await send("DELETE", `v1/contexts/${encodeURIComponent(id)}`);
 }
 
-/** Return tokens, surprisal, codes and attention of a text. */
-export async function inspect(text, signal) {
-  return (await send("POST", "v1/inspect", { text }, signal)).json();
+/** Return tokens, surprisal, codes and attention of a text. context: id of what it continues. */
+export async function inspect(text, context, signal) {
+  const inspection = await (await send("POST", "v1/inspect", { text, context }, signal)).json();
+  if (!context) inspection.texts[0] = null; // not part of the text: it marks the start
+  return inspection;
+}
+
+/** Return how much of all documents and prompts is prefilled: { tokens, total }. */
+export async function getPrefill() {
+  return (await (await send("GET", "health")).json()).prefill;
+}
+
+/** Return the text of the example document; its last paragraph is a prompt that continues it. */
+export async function getExample() {
+  const text = await (await send("GET", "page/document.txt")).text();
+  const end = text.lastIndexOf("\n\n") + 2;
+  return { text: text.slice(0, end), prompt: text.slice(end) };
 }
 
 /** Yield the objects of a streamed completion. */

@@ -21,10 +21,11 @@ export class Details {
     byId("top-codes").addEventListener("click", (event) => this.#toggleCode(event));
   }
 
-  /** Use another inspection. */
-  load(inspection, blockLen) {
+  /** Use another inspection. windowLen: tokens of the window; older ones are in the cache. */
+  load(inspection, windowLen) {
     this.inspection = inspection;
-    this.blockLen = blockLen;
+    this.windowLen = windowLen;
+    byId("window-size").textContent = ` (${count(windowLen, "token")})`;
     fillNumbers(byId("layer"), inspection.layers.length);
     fillNumbers(byId("head"), inspection.layers[0].codes.length);
     byId("no-token").hidden = true;
@@ -36,15 +37,14 @@ export class Details {
     byId("token-details").hidden = true;
   }
 
-  /** Return a token that has something to show: the last one whose code occurs before it. */
+  /** Return a token that has something to show: the last word whose code occurs before it. */
   example() {
     const codes = this.inspection.layers[Number(byId("layer").value)].codes[
       Number(byId("head").value)
     ];
     const last = codes.length - 1;
     for (let i = last; i > 0; i -= 1) {
-      const text = this.inspection.texts[i];
-      if (text.trim() && codes.indexOf(codes[i]) < i) return i;
+      if (/\p{L}/u.test(this.inspection.texts[i] ?? "") && codes.indexOf(codes[i]) < i) return i;
     }
     return last;
   }
@@ -52,13 +52,13 @@ export class Details {
   /** Describe the token at a position. */
   show(position) {
     this.position = position;
-    const { texts, tokens, surprisal, layers } = this.inspection;
+    const { texts, tokens, surprisal, layers, position: start } = this.inspection;
     const layer = layers[Number(byId("layer").value)];
     const head = Number(byId("head").value);
-    byId("token-text").textContent = quoted(texts[position], position);
+    byId("token-text").textContent = quoted(texts[position]);
     this.#facts([
       ["Token id", number(tokens[position])],
-      ["Position", this.#place(position)],
+      ["Position", number(start + position)],
       ["Surprisal", surprisalText(surprisal[position])],
     ]);
     this.#code(layer.codes[head], position);
@@ -76,11 +76,6 @@ export class Details {
     );
   }
 
-  #place(position) {
-    if (!this.blockLen) return number(position);
-    return `${number(position)} (block ${number(Math.floor(position / this.blockLen))})`;
-  }
-
   #code(codes, position) {
     const same = [];
     for (let i = position - 1; i >= 0; i -= 1) if (codes[i] === codes[position]) same.push(i);
@@ -89,12 +84,12 @@ export class Details {
     byId("code").textContent = codes[position];
     byId("same").textContent =
       same.length === 0
-        ? "No earlier token has this code."
+        ? "No earlier token of this text has this code."
         : `${earlier} ${same.length === 1 ? "has" : "have"} this code, outlined in the text.` +
           (same.length > shown.length ? " The nearest are:" : "");
     byId("same-list").replaceChildren(
       ...shown.map((i) => {
-        const button = element("button", `${quoted(this.inspection.texts[i], i)} at ${number(i)}`);
+        const button = element("button", this.#nameOf(i));
         button.type = "button";
         button.dataset.target = i;
         return item(button);
@@ -104,10 +99,13 @@ export class Details {
     this.list.describe(position, `code ${codes[position]}, ${earlier} with this code`);
   }
 
+  #nameOf(i) {
+    return `${quoted(this.inspection.texts[i])} at ${number(this.inspection.position + i)}`;
+  }
+
   #attention(layer, head, position) {
     const shares = {
-      own: layer.own_block[head][position],
-      previous: layer.previous_block[head][position],
+      window: layer.window[head][position],
       cache: layer.cache[head][position],
     };
     for (const [name, share] of Object.entries(shares)) {
@@ -119,8 +117,8 @@ export class Details {
   #cache(layer, head, position) {
     const weights = layer.top_weights[head][position];
     const codes = layer.top_codes[head][position].filter((_, i) => weights[i] > 0);
-    const cacheEnd = this.#cacheEnd(position);
-    byId("cache-note").textContent = this.#cacheNote(codes.length, cacheEnd);
+    const cacheEnd = Math.max(0, position - this.windowLen); // tokens of this text in the cache
+    byId("cache-note").textContent = this.#cacheNote(codes.length, position, cacheEnd);
     byId("top-codes").replaceChildren(
       ...codes.map((code, i) => {
         const positions = [];
@@ -135,26 +133,20 @@ export class Details {
     this.list.mark("example", []);
   }
 
-  /** Return the number of tokens in the cache when this token is processed. */
-  #cacheEnd(position) {
-    if (!this.blockLen) return position;
-    return Math.max(0, (Math.floor(position / this.blockLen) - 1) * this.blockLen);
-  }
-
-  #cacheNote(nCodes, cacheEnd) {
+  #cacheNote(nCodes, position, cacheEnd) {
+    if (nCodes > 0 && !cacheEnd) return "All tokens of these codes are in the document.";
     if (nCodes > 0) return "Select a code to outline its tokens in the text.";
-    if (cacheEnd > 0 && this.blockLen) return "No code of the cache has any weight here.";
-    return this.blockLen
-      ? `The cache is empty here. It is used from position ${number(2 * this.blockLen)} on: ` +
-          "tokens older than the previous block are evicted to it."
-      : "The cache is empty here: no token is older than the previous block.";
+    const isUsed = this.inspection.position + position > this.windowLen;
+    if (isUsed) return "No code of the cache has any weight here.";
+    return `The cache is empty here. Tokens are evicted to it from position ${this.windowLen + 1} on.`;
   }
 
   /** Return the texts of tokens, the most frequent first. */
   #examples(positions) {
+    if (!positions.length) return "in the document";
     const counts = new Map();
     for (const i of positions) {
-      const text = quoted(this.inspection.texts[i], i);
+      const text = quoted(this.inspection.texts[i]);
       counts.set(text, (counts.get(text) ?? 0) + 1);
     }
     const sorted = [...counts].sort((a, b) => b[1] - a[1]);

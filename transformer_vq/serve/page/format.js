@@ -51,13 +51,9 @@ export function running(text) {
   return text.replaceAll("\r\n", "\n").replace(/[\0-\x08\x0b-\x1f\x7f]/g, escape);
 }
 
-/**
- * Return the text of a token by itself: spaces and line breaks are visible too.
- *
- * The first token is not part of the text, whatever it is: it marks the start.
- */
-export function quoted(text, position) {
-  if (position === 0) return "start of text";
+/** Return the text of a token by itself: spaces and line breaks are visible too. null: the start. */
+export function quoted(text) {
+  if (text === null) return "start of text";
   if (text === "") return "end of document";
   const marks = { " ": "␣", "\n": "↵", "\t": "⇥" };
   return `“${running(text).replace(/[ \n\t]/g, (x) => marks[x])}”`;

@@ -1,4 +1,4 @@
-/** The counter: size of the state, which is constant, beside that of a KV cache. */
+/** The counters: size of the state, which is constant, beside that of a KV cache, and positions. */
 
 import { bytes, count, number } from "./format.js";
 
@@ -19,12 +19,17 @@ export class MemoryCounter {
     this.update(0);
   }
 
-  /** Show the sizes for a number of tokens. unit: which tokens are counted. */
-  update(nTokens, unit = "token") {
-    const kv = nTokens * (this.perToken ?? 0);
+  /** Show the sizes for a document and a text. unit: which tokens of the text are counted. */
+  update(nDocument, nText = 0, unit = "token") {
+    const n = nDocument + nText;
+    const kv = n * (this.perToken ?? 0);
     const largest = Math.max(kv, this.state, 1);
-    byId("kv-bytes").textContent = `${bytes(kv)} for ${count(nTokens, unit)}`;
+    const ratio = kv >= 2 * this.state ? ` (${number(kv / this.state)}x)` : "";
+    byId("kv-bytes").textContent = `${bytes(kv)} for ${count(n, nDocument ? "token" : unit)}${ratio}`;
     byId("kv-bar").style.width = `${(100 * kv) / largest}%`;
     byId("state-bar").style.width = `${(100 * this.state) / largest}%`;
+    byId("n-document").textContent = number(nDocument);
+    byId("n-text").textContent = number(nText) + (unit === "token" ? "" : " generated");
+    byId("n-position").textContent = number(n);
   }
 }

@@ -1,40 +1,50 @@
-/** The page: reads the form, streams text, then shows the view inside. */
+/** The page: reads the form, streams text, then shows its tokens. */
 
 import * as api from "./api.js";
 import { Details } from "./details.js";
 import { Documents } from "./documents.js";
-import { bits as bitsText, number } from "./format.js";
+import { bits as bitsText, number, percent } from "./format.js";
 import { MemoryCounter } from "./memory.js";
 import { Progress } from "./progress.js";
 import { drawLegend, StreamedText, TokenList } from "./tokens.js";
 
-const DEMO_TOKENS = 80; // generated on the first visit
 const MAX_INSPECTED = 4096; // tokens; the limit of /v1/inspect
-const VISITED = "transformer-vq-visited";
+const PREVIEW = 3000; // characters of a document that are shown while it is prefilled
 
 const byId = (id) => document.getElementById(id);
 const prompt = byId("prompt");
 const streamed = new StreamedText(byId("stream"));
 const list = new TokenList(byId("tokens"), (position) => details.show(position));
 const details = new Details(list);
-const documents = new Documents({ begin, end, fail, report, setStatus });
+const documents = new Documents({
+  begin,
+  end,
+  fail,
+  report,
+  setStatus,
+  inspectPrompt,
+  showCounts: (...counts) => memory.update(...counts),
+  showStart,
+});
 let model = null;
 let memory = null;
 let fullText = ""; // prompt and generated text
 let work = null; // AbortController of the generation or upload in progress
 let latest = null; // the same, also after it has ended
+let inspecting = null; // AbortController of the inspection in progress
 
 const isWide = matchMedia("(min-width: 48rem)").matches;
 byId("options").open = isWide;
 drawLegend(byId("legend"));
 load();
 
-/** Load the model and the list of documents; on the first visit, generate a short text. */
+/** Load the model, the list of documents, and the example document on the first visit. */
 async function load() {
   setStatus("Loading the model…");
   byId("error").hidden = true;
   try {
     model = await api.getModel();
+    memory = new MemoryCounter(model);
     await documents.load();
   } catch (error) {
     setStatus("");
@@ -47,19 +57,8 @@ async function load() {
   byId("model").textContent =
     `Model ${model.id}: ${size.format(model.parameters)} parameters, ${vocabulary}`;
   document.title = `${model.id} – Transformer-VQ`;
-  memory = new MemoryCounter(model);
   setStatus("Ready.");
-  if (isFirstVisit()) generate(DEMO_TOKENS);
-}
-
-function isFirstVisit() {
-  try {
-    if (localStorage.getItem(VISITED)) return false;
-    localStorage.setItem(VISITED, "yes");
-  } catch {
-    // storage is blocked: every visit is the first one
-  }
-  return true;
+  if (documents.hasExample || documents.isFirstVisit) documents.loadExample();
 }
 
 /** Return the body of a completion for the form. */
@@ -80,11 +79,12 @@ function bodyOf(maxTokens) {
   return body;
 }
 
-/** Generate text for the form, then show the view inside. */
+/** Generate text for the form, then show its tokens. */
 async function generate(maxTokens) {
   const run = begin("Prefilling the prompt…");
   const body = bodyOf(maxTokens);
-  const progress = new Progress(documents.chosen?.tokens ?? 0);
+  const { chosen } = documents;
+  const progress = new Progress(chosen?.tokens ?? 0);
   fullText = body.prompt;
   list.hide();
   details.clear();
@@ -92,12 +92,12 @@ async function generate(maxTokens) {
   byId("average").hidden = true;
   byId("continue").disabled = true;
   streamed.start(body.prompt);
-  memory.update(progress.nTokens, progress.unit);
+  memory.update(progress.nContext);
   let ending;
   try {
     for await (const chunk of api.complete(body, run.signal)) {
       progress.add(chunk);
-      memory.update(progress.nTokens, progress.unit);
+      memory.update(progress.nContext, progress.nShown ?? progress.nNew, progress.unit);
       const [choice] = chunk.choices;
       if (!choice) continue;
       if (progress.isFirst) setStatus("Generating…");
@@ -120,37 +120,62 @@ async function generate(maxTokens) {
   streamed.flush();
   byId("continue").disabled = fullText === "";
   end(run, `${ending} ${progress.summary()}`);
-  if (fullText) await look(body, progress, run);
+  if (fullText) await look(body.prompt, chosen, progress.nShown);
 }
 
-/** Inspect the text and show its tokens. body: the request that the text is a response to. */
-async function look(body, progress, run) {
+/** Show the tokens of the prompt; nothing is generated. */
+async function inspectPrompt() {
+  fullText = prompt.value;
+  list.hide();
+  streamed.start(fullText);
+  await look(fullText, documents.chosen);
+  byId("tokens").scrollTop = 0;
+}
+
+/** Show the start of a document that is being prefilled. */
+function showStart(text) {
+  list.hide();
+  details.clear();
+  byId("average").hidden = true;
+  byId("stream").hidden = false;
+  byId("stream").textContent = `${text.slice(0, PREVIEW)}…`;
+  setNote("The document starts like this:");
+}
+
+/**
+ * Inspect the text and show its tokens.
+ *
+ * start: the part of it that was not generated; chosen: the document that it continues, if any;
+ * nTokens: its length if that is known.
+ */
+async function look(start, chosen, nTokens) {
+  inspecting = new AbortController();
   try {
-    const { text, inspection } = await inspectEnd(fullText, progress.nShown);
-    if (latest !== run) return; // another generation has started
+    const { text, inspection } = await inspectEnd(fullText, chosen, inspecting.signal, nTokens);
     const nCut = fullText.length - text.length;
-    const shown = `Only the last ${number(text.length)} characters are shown`;
-    const cut = `${shown}, inspected by themselves.`;
-    const alone = "The document is not shown. This text is inspected by itself, without it.";
-    setNote([nCut > 0 && cut, body.context && alone].filter(Boolean).join(" "));
+    const cut = `Only the last ${number(text.length)} characters are shown, inspected by themselves.`;
+    const follows = `This text follows the ${number(inspection.position)} tokens of the document.`;
+    setNote(nCut > 0 ? cut : chosen ? follows : "");
+    if (!nCut) memory.update(inspection.position, inspection.tokens.length);
     details.load(inspection, model.block_len);
     byId("stream").hidden = true;
-    list.draw(inspection, body.prompt.slice(nCut), model.block_len);
+    list.draw(inspection, start.slice(nCut));
     list.select(details.example());
-    showAverage(inspection.surprisal);
+    showAverages(inspection);
   } catch (error) {
-    report(error);
+    if (!api.isAbort(error)) report(error); // aborted: another generation has started
   }
 }
 
-/** Inspect a text, or its end if it is too long. nTokens: its length if that is known. */
-async function inspectEnd(text, nTokens) {
+/** Inspect a text after a document, or only the end of the text if it is too long. */
+async function inspectEnd(text, chosen, signal, nTokens) {
   const share = nTokens > MAX_INSPECTED ? (0.9 * MAX_INSPECTED) / nTokens : 1;
   const lengths = [Math.floor(text.length * share), 3 * MAX_INSPECTED, MAX_INSPECTED / 4 - 1];
   for (const length of lengths) {
     const end = lastCharacters(text, length);
     try {
-      return { text: end, inspection: await api.inspect(end) };
+      const context = end === text ? chosen?.id : undefined;
+      return { text: end, inspection: await api.inspect(end, context, signal) };
     } catch (error) {
       if (error.status !== 413 || length === lengths.at(-1)) throw error;
     }
@@ -163,17 +188,21 @@ function lastCharacters(text, length) {
   return /^[\udc00-\udfff]/.test(end) ? end.slice(1) : end;
 }
 
-function showAverage(surprisal) {
+function showAverages({ surprisal, layers }) {
   const bits = surprisal.filter((x) => x !== null);
   if (!bits.length) return;
-  const average = bits.reduce((sum, x) => sum + x, 0) / bits.length;
+  const average = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
+  const toCache = average(layers.flatMap((layer) => layer.cache.flat()));
   byId("average").hidden = false;
-  byId("average").textContent = `Average surprisal: ${bitsText(average)} per token.`;
+  byId("average").textContent =
+    `Average surprisal: ${bitsText(average(bits))} per token. ` +
+    `Average attention to the cache: ${percent(toCache)}.`;
 }
 
 /** Start work that Stop can end, instead of the work in progress; return its AbortController. */
 function begin(status) {
   work?.abort();
+  inspecting?.abort();
   latest = work = new AbortController();
   byId("error").hidden = true;
   byId("stop").disabled = false;
@@ -223,6 +252,7 @@ function report(error) {
 
 byId("form").addEventListener("submit", (event) => {
   event.preventDefault();
+  if (byId("generate").disabled) return; // a document is being prefilled
   if (!isWide) byId("inside").scrollIntoView();
   if (model) generate(byId("max-tokens").valueAsNumber);
   else load();

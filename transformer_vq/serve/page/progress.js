@@ -27,14 +27,9 @@ export class Progress {
     if (chunk.usage) this.nNew = chunk.usage.completion_tokens;
   }
 
-  /** Tokens of document, prompt and text; those of the prompt are known after the last chunk. */
-  get nTokens() {
-    return this.usage?.total_tokens ?? this.nContext + this.nNew;
-  }
-
-  /** What nTokens counts. */
+  /** Which tokens are counted: those of the prompt are known after the last chunk. */
   get unit() {
-    return this.usage || this.nContext ? "token" : "generated token";
+    return this.usage ? "token" : "generated token";
   }
 
   /** Tokens of prompt and text, or undefined if the stream was stopped before the last chunk. */

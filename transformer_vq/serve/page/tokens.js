@@ -85,7 +85,7 @@ export class TokenList {
   }
 
   /** Show an inspection. prompt: the text at its start that was not generated. */
-  draw(inspection, prompt, blockLen) {
+  draw(inspection, prompt) {
     const nPromptBytes = encoder.encode(prompt).length;
     let nBytes = 0;
     this.elements = inspection.texts.map((text, position) => {
@@ -95,13 +95,11 @@ export class TokenList {
       token.tabIndex = -1;
       token.dataset.position = position;
       token.classList.add(levelOf(bits));
-      const isSpecial = position === 0 || text === "";
+      const isSpecial = !text;
       token.classList.toggle("special", isSpecial);
       token.classList.toggle("prompt", !isSpecial && nBytes < nPromptBytes);
-      const block = position / blockLen; // not a number if the length is not known
-      if (block > 0 && Number.isInteger(block)) token.dataset.block = block;
-      token.append(...contentOf(isSpecial ? quoted(text, position) : running(text)));
-      token.ariaLabel = labelOf(text, position, bits);
+      token.append(...contentOf(isSpecial ? quoted(text) : running(text)));
+      token.ariaLabel = labelOf(text, bits);
       token.ariaSelected = "false";
       if (!isSpecial) nBytes += byteLength(text);
       return token;
@@ -135,7 +133,7 @@ export class TokenList {
 
   /** Add a description to the name that screen readers announce for a token. */
   describe(position, description) {
-    const label = labelOf(this.texts[position], position, this.surprisal[position]);
+    const label = labelOf(this.texts[position], this.surprisal[position]);
     this.elements[position].ariaLabel = `${label}, ${description}`;
   }
 
@@ -215,6 +213,6 @@ function positionOf(element) {
   return token ? Number(token.dataset.position) : -1;
 }
 
-function labelOf(text, position, bits) {
-  return `${quoted(text, position)}${bits === null ? "" : `, ${bitsText(bits)}`}`;
+function labelOf(text, bits) {
+  return `${quoted(text)}${bits === null ? "" : `, ${bitsText(bits)}`}`;
 }

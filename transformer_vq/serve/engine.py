@@ -130,7 +130,8 @@ class Engine:
     @property
     def prefill_progress(self) -> tuple[int, int]:
         """Tokens of unfinished prompts and documents: those processed, and all."""
-        unfinished = [*self._waiting, *self._reading]
+        with self._lock:
+            unfinished = [*self._waiting, *self._reading]
         total = sum(len(x.request.prompt) for x in unfinished)
         return total - sum(x.n_unread for x in unfinished), total
 

@@ -97,6 +97,9 @@ ATTACKS: dict[str, Attack] = {
     ),
     "400,000 prompts": _completion(400, 413, prompt=["x"] * 400_000),
     "400,000 prompts of tokens": _completion(400, 413, prompt=[[1]] * 400_000),
+    "document of 20,000,000 numbers": _sends(
+        CONTEXTS, b'{"tokens": [' + b"1," * 20_000_000 + b"1]}", 413
+    ),
     "10 MB of nested lists": _sends(COMPLETIONS, b'{"prompt": ' + b"[" * 10**7, 400, 413),
     "scores of 16,000 tokens": _completion(
         200, 400, 413, prompt=[1] * 16_000, echo=True, logprobs=20, max_tokens=1

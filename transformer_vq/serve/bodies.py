@@ -15,15 +15,22 @@ LARGE = 1 << 16  # bytes
 OTHER_VALUES = 100_000  # besides the tokens of a prompt
 
 
+def check_values(content: bytes, prompt_tokens: int) -> None:
+    """Reject a body with more values than a prompt may have tokens, before it is parsed.
+
+    All values but the first of a list or object follow a comma, so their number bounds the memory
+    of the values, which can be 30 times that of the body.
+    """
+    limit = prompt_tokens + OTHER_VALUES
+    if content.count(b",") > limit:
+        raise HTTPException(413, f"the body has more than {limit:,} commas; send less")
+
+
 def body_route(prompt_tokens: int) -> type[APIRoute]:
     """Return a class of routes that reject bodies with more values than a prompt has tokens."""
-    limit = prompt_tokens + OTHER_VALUES
 
     def parse(content: bytes) -> Any:
-        # All values but the first of a list or object follow a comma, so their number bounds the
-        # memory of the values, which can be 30 times that of the body.
-        if content.count(b",") > limit:
-            raise HTTPException(413, f"the body has more than {limit:,} commas; send less")
+        check_values(content, prompt_tokens)
         return json.loads(content)
 
     class BodyRequest(Request):

@@ -12,6 +12,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import StreamingResponse
 from pydantic import ValidationError
 
+from transformer_vq.serve.bodies import check_values
 from transformer_vq.serve.contexts import StoredContext
 from transformer_vq.serve.errors import APIError
 from transformer_vq.serve.requests import Finished
@@ -48,6 +49,8 @@ def contexts_router(service: Service) -> APIRouter:
         content = await client.body()
         if kind in SNAPSHOT_TYPES:
             return (await run_in_threadpool(service.contexts.upload, content, name)).plain()
+        if kind != "text/plain":
+            check_values(content, service.limits.prompt_tokens)
         body = await run_in_threadpool(parse_body, content, name if kind == "text/plain" else None)
         return (await _read(service, body, client, None)).plain()
 
@@ -63,7 +66,9 @@ def contexts_router(service: Service) -> APIRouter:
         The body is JSON with `text` or `tokens`.
         """
         parent = service.contexts.get(context)
-        body = await run_in_threadpool(parse_body, await client.body())
+        content = await client.body()
+        check_values(content, service.limits.prompt_tokens)
+        body = await run_in_threadpool(parse_body, content)
         return (await _read(service, body, client, parent)).plain()
 
     @router.get("/{context}/content", response_class=StreamingResponse)
@@ -112,7 +117,7 @@ async def _read(
     """Prefill a document and store its context."""
     tokens = body.tokens
     if tokens is None:
-        tokens = await service.encode(body.text or "", "text")
+        tokens = await service.encode(body.text or "", "text", client)
         if parent is None:
             tokens = [service.tokenizer.bos, *tokens]
     service.check_tokens(tokens, "text" if body.tokens is None else "tokens")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 
 from transformer_vq.generation.inspection import inspect_tokens
+from transformer_vq.serve.bodies import body_route
 from transformer_vq.serve.completions import token_name
 from transformer_vq.serve.engine import QueueFullError
 from transformer_vq.serve.errors import APIError
@@ -21,7 +23,7 @@ MAX_REQUESTS = 8  # being computed or waiting
 
 def inspection_router(service: Service) -> APIRouter:
     """Return the route."""
-    router = APIRouter(tags=["information"])
+    router = APIRouter(tags=["information"], route_class=body_route(MAX_INSPECTED))
     turn = asyncio.Lock()
     n_requests = 0
 
@@ -36,20 +38,20 @@ def inspection_router(service: Service) -> APIRouter:
             async with turn:
                 if await client.is_disconnected():
                     raise APIError(400, "the client disconnected")
-                return await _inspect(service, body)
+                return await _inspect(service, body, client)
         finally:
             n_requests -= 1
 
     return router
 
 
-async def _inspect(service: Service, body: InspectBody) -> dict[str, Any]:
+async def _inspect(service: Service, body: InspectBody, client: HTTPRequest) -> dict[str, Any]:
     start = await service.start(body.context)
     tokens = body.tokens
     if tokens is None:
         if len(body.text) > MAX_CHARACTERS:
             raise _too_long(len(body.text), "characters", MAX_CHARACTERS)
-        tokens = await service.encode(body.text, "text")
+        tokens = await service.encode(body.text, "text", client)
         if start is None:
             tokens = [service.tokenizer.bos, *tokens]
     if len(tokens) > MAX_INSPECTED:
@@ -63,7 +65,13 @@ async def _inspect(service: Service, body: InspectBody) -> dict[str, Any]:
         found = inspect_tokens(service.engine.model, tokens, context=context, n_codes=body.n_codes)
         return found.to_dict()
 
-    found = await asyncio.to_thread(work)  # not in the thread pool of all other requests
+    # Not in the thread pool of all other requests, and on a thread that ends, as do its OpenMP
+    # threads: see `transformer_vq.threads`.
+    thread = ThreadPoolExecutor(1)
+    try:
+        found = await asyncio.get_running_loop().run_in_executor(thread, work)
+    finally:
+        thread.shutdown(wait=False)
     names = [token_name(service.tokenizer, token) for token in tokens]
     position = 0 if start is None else start.n_tokens
     return {"position": position, "tokens": tokens, "texts": names} | found

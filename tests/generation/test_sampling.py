@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from transformer_vq import Sampling
-from transformer_vq.generation.sampling import _sort, choose
+from transformer_vq.generation.sampling import NOT_FINITE, _sort, choose, mark_not_finite
 
 RULES = [
     Sampling(),
@@ -62,3 +62,23 @@ def test_a_number_that_rounds_to_one_chooses_an_allowed_token(rule):
     assert token <= 2
     if rule.top_k == 1 or rule.is_greedy:
         assert token == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("top_p", [1e-46, 5e-324])
+def test_the_most_likely_token_is_kept_for_the_smallest_top_p(dtype, top_p):
+    logits = torch.tensor([[0.0, 2.0, 1.0]], dtype=dtype)
+    for uniform in (0.0, 0.5, 0.999):
+        assert Sampling(top_p=top_p).choose(logits, torch.tensor([uniform])).tolist() == [1]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_rows_without_finite_logits_are_marked_and_their_tokens_are_valid(rule):
+    nan, inf = torch.nan, torch.inf
+    logits = torch.tensor(
+        [[0.0, 3.0, 1.0], [0.0, nan, 1.0], [inf, 0.0, 1.0], [-inf] * 3, [-inf, 9.0, -inf]]
+    )
+    tokens = rule.choose(logits, torch.zeros(5))
+    assert all(0 <= token < 3 for token in tokens.tolist())
+    marked = mark_not_finite(tokens, logits)
+    assert marked.tolist() == [1, NOT_FINITE, NOT_FINITE, NOT_FINITE, 1]

@@ -13,6 +13,9 @@ from torch import Tensor
 from transformer_vq.errors import UserError
 from transformer_vq.transfer import to_device
 
+NOT_FINITE = -1
+"""What `mark_not_finite` puts in the place of a token."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -72,6 +75,15 @@ def choose(rules: Sequence[Sampling], logits: Tensor, uniform: Tensor) -> Tensor
     return tokens
 
 
+def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Return the tokens with NOT_FINITE for rows whose logits contain NaN or infinity.
+
+    Excluded tokens may have logits of minus infinity. The decoder needs the tokens without marks,
+    which are valid for every row. tokens: [b], logits: [b, vocab_size] -> [b].
+    """
+    return tokens.masked_fill(~logits.amax(-1).isfinite(), NOT_FINITE)
+
+
 def _draw(p: Tensor, uniform: Tensor) -> Tensor:
     """Invert the cumulative distribution. p: [b, n], not normalized, uniform: [b] -> [b]."""
     cumulative = p.cumsum(-1)
@@ -88,8 +100,9 @@ def _most_likely(p: Tensor, rules: Sequence[Sampling]) -> tuple[Tensor, Tensor]:
     """
     n = p.shape[-1]
     p, order = _sort(p)
-    before = p.cumsum(-1) - p  # mass of the more likely tokens: the first one is always kept
+    before = p.cumsum(-1) - p  # mass of the more likely tokens
     excluded = before >= _per_row([rule.top_p for rule in rules], p)
+    excluded[:, 0] = False  # even if top_p is rounded to 0
     kept = [min(rule.top_k or n, n) for rule in rules]
     if min(kept) < n:
         excluded |= torch.arange(n, device=p.device) >= _per_row(kept, p)

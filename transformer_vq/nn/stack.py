@@ -200,7 +200,7 @@ class Stack(nn.Module):
         if len(layers) != len(code_usage):
             raise ValueError(
                 f"code_usage has {len(code_usage)} entries for {len(layers)} codebooks; take it "
-                "from a forward pass in training mode"
+                "from a forward pass in training mode or with gradients"
             )
         for layer, usage in zip(layers, code_usage, strict=True):
             layer.update_codebook(usage)

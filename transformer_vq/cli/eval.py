@@ -17,6 +17,7 @@ from transformer_vq.cli.arguments import (
 from transformer_vq.cli.options import Checkpoint, Device, Json, Overwrite
 from transformer_vq.cli.output import out_of_memory_advice, print_json
 from transformer_vq.config import DataConfig, Precision
+from transformer_vq.training.run_list import checkpoint_label
 
 if TYPE_CHECKING:
     from transformer_vq.evaluation import Protocol
@@ -107,9 +108,8 @@ def run(arguments: list[str]) -> None:
 
 def evaluation_table(evaluation: RunEvaluation) -> str:
     """Return the results of every protocol and its loss by position, as text."""
-    lines = [
-        f"{evaluation.run} ({evaluation.checkpoint}), {evaluation.split} of {evaluation.dataset}"
-    ]
+    which = checkpoint_label(evaluation.checkpoint, evaluation.step)
+    lines = [f"{evaluation.run} ({which}), {evaluation.split} of {evaluation.dataset}"]
     how = {
         "windowed": f"a new state every {evaluation.seq_len:,} tokens",
         "streaming": "one state per document",

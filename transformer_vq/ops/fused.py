@@ -130,7 +130,8 @@ class _Attention(torch.autograd.Function):
         if blocks.keep:
             # All tensors are saved, so that activation checkpointing frees them.
             constants = {name: x for name, x in vars(blocks).items() if isinstance(x, Tensor)}
-            ctx.blocks, ctx.names = replace(blocks, **dict.fromkeys(constants)), list(constants)
+            removed: dict[str, Any] = dict.fromkeys(constants)
+            ctx.blocks, ctx.names = replace(blocks, **removed), list(constants)
             ctx.sizes = [len(weights), len(means), len(counts)]
             saved = [q, k, v, k_window, v_window, *weights, *means, *counts]
             ctx.save_for_backward(*saved, *constants.values())

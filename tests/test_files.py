@@ -138,6 +138,65 @@ def test_json_without_a_checksum_is_rejected(tmp_path, content):
         read_verified_json(tmp_path / "a.json")
 
 
+def test_equal_tensors_and_metadata_give_equal_files(tmp_path):
+    tensors = {"b": torch.arange(6.0).view(2, 3), "a": torch.zeros(2)}
+    metadata = {f"key {i}": f'quoted "\\", \n, \x01, \u00e9\U0001f600 {i}' for i in range(6)}
+    for name in "xyz":
+        metadata = dict(reversed(metadata.items()))
+        write_tensors(tmp_path / name, tensors, metadata)
+    assert len({(tmp_path / name).read_bytes() for name in "xyz"}) == 1
+    back, found = read_tensors(tmp_path / "x")
+    assert found == metadata
+    assert all(torch.equal(back[name], x) for name, x in tensors.items())
+
+
+def test_files_with_metadata_in_any_order_are_read(tmp_path):
+    write_tensors(tmp_path / "x", {"a": torch.ones(3)}, {"one": "1", "two": "2"})
+    _, metadata = read_tensors(tmp_path / "x")
+    content = (tmp_path / "x").read_bytes()
+    swapped = content.replace(b'"one":"1"', b"other").replace(b'"two":"2"', b'"one":"1"')
+    (tmp_path / "x").write_bytes(swapped.replace(b"other", b'"two":"2"'))
+    assert (tmp_path / "x").read_bytes() != content
+    assert read_tensors(tmp_path / "x")[1] == metadata == {"one": "1", "two": "2"}
+
+
+def test_files_are_flushed_before_the_rename_and_folders_after_it(tmp_path, monkeypatch):
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_sync(descriptor):
+        events.append(("sync", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def record_replace(source, target):
+        events.append(("replace", os.stat(source).st_ino))
+        replace(source, target)
+
+    monkeypatch.setattr("os.fsync", record_sync)
+    monkeypatch.setattr("os.replace", record_replace)
+    write_json(tmp_path / "a.json", {})
+    parent, file = (path.stat().st_ino for path in (tmp_path, tmp_path / "a.json"))
+    assert events == [("sync", file), ("replace", file), ("sync", parent)]
+
+    events.clear()
+    with atomic_folder(tmp_path / "folder") as partial:
+        (partial / "b").write_text("written by a library")
+    folder = tmp_path / "folder"
+    inside, of_folder = (folder / "b").stat().st_ino, folder.stat().st_ino
+    assert events == [
+        *(("sync", inside), ("sync", of_folder), ("replace", of_folder), ("sync", parent))
+    ]
+
+
+def test_an_error_of_a_folder_names_the_requested_one(tmp_path):
+    name = "x" * 250  # its temporary name is too long
+    with (
+        pytest.raises(OSError, match=rf"File name too long: '{tmp_path}/{name}'$"),
+        atomic_folder(tmp_path / name),
+    ):
+        pass
+
+
 def test_atomic_folder_does_not_replace_a_folder_with_content(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "old").write_text("kept")

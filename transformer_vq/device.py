@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from transformer_vq.errors import UserError
 from transformer_vq.ops.execution import execution_on
@@ -68,6 +70,25 @@ def free_memory(device: torch.device) -> int:
         return int(status.split("MemAvailable:")[1].split()[0]) * 1024
     except (OSError, IndexError):
         return total_memory(device)
+
+
+@contextmanager
+def meta_device() -> Iterator[None]:
+    """Create modules on the device "meta" in the context: shapes only, for tensors to come."""
+    with torch.device("meta"), _WithoutRandomNumbers():
+        yield
+
+
+class _WithoutRandomNumbers(TorchFunctionMode):
+    """Skip random initial values: drawing them on "meta" would import the compiler."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def matmul_precision(device: torch.device, precision: str) -> AbstractContextManager[object]:

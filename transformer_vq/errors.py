@@ -33,6 +33,10 @@ class UserError(ValueError):
     """Invalid input or an unusable file; the message names the fix."""
 
 
+class NotEnoughMemoryError(UserError):
+    """The host or a device is out of memory."""
+
+
 class TrainingError(RuntimeError):
     """A run that cannot continue; the message says what was saved, and the fix."""
 

@@ -1,6 +1,7 @@
 """Atomic writes and verified reads: a file is complete or absent, and corruption is detected.
 
-Every file is written under a temporary name and then renamed. Files that affect results carry a
+Every file is written under a temporary name and then renamed. Both are flushed to the disk, so that
+a power failure is survived too. Equal content gives equal files. Files that affect results carry a
 SHA-256: safetensors files in their metadata, JSON files in a field, other files in a JSON file
 next to them. Temporary names are random and created exclusively, so existing files and symbolic
 links are never written through. `remove_partial_files` deletes what killed processes left.
@@ -15,7 +16,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,10 +74,10 @@ def atomic_write(path: Path) -> Iterator[Path]:
     try:
         mode = partial.stat().st_mode & 0o777
         yield partial
-        with open(partial, "rb") as file:
-            os.fsync(file.fileno())
         partial.chmod(mode)
+        _sync(partial)
         os.replace(partial, path)
+        _sync_folder(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -89,11 +90,18 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     not empty when the block ends.
     """
     partial = partial_path(folder)
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    partial.mkdir()
+    try:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder)) from None
     try:
         yield partial
+        for path in filter(Path.is_file, partial.rglob("*")):
+            _sync(path)
+        _sync_folder(partial)
         os.replace(partial, folder)
+        _sync_folder(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -114,6 +122,22 @@ def make_private_folder(folder: Path) -> None:
     """Create a folder, or restrict an existing one, so that only this user can open it."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
+
+
+def _sync(path: Path) -> None:
+    """Wait until the content of a file is on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the file system can do that."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def remove_partial_files(folder: Path) -> None:
@@ -202,6 +226,7 @@ def write_tensors(
             save_file(
                 _without_shared_memory(tensors), partial, metadata=metadata | {DIGEST: digest}
             )
+            _sort_metadata(partial)
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error
     return digest
@@ -262,6 +287,18 @@ def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) 
     from safetensors.torch import save_file as save
 
     save(tensors, path, metadata=metadata)
+
+
+def _sort_metadata(path: Path) -> None:
+    """Sort the metadata in the header of a safetensors file, whose order is random."""
+    with open(path, "r+b") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        assert len(text) == size, "the same entries in another order"
+        file.seek(8)
+        file.write(text)
 
 
 def _without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -8,10 +8,16 @@ import resource
 import shlex
 import subprocess
 import sys
+import weakref
+from contextlib import nullcontext
 
 import pytest
+import torch
 from cli_sandbox import Sandbox
 from command_lines import TINY
+
+from transformer_vq.cli.main import main
+from transformer_vq.cli.output import out_of_memory_advice
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +61,28 @@ def test_train_out_of_memory_suggests_options(sandbox):
     line = user_error(sandbox, f"{TRAIN} {large} --train.steps 1", memory_gb=0.5)
     assert "out of memory" in line
     assert "--train.batch-size" in line
+
+
+@pytest.mark.parametrize("advice", [out_of_memory_advice("use less"), nullcontext()])
+def test_the_message_about_memory_is_printed_after_tensors_are_freed(monkeypatch, capsys, advice):
+    tensors, freed = [], []
+
+    def run(arguments):
+        tensor = torch.zeros(3)
+        tensors.append(weakref.ref(tensor))
+        with advice:
+            raise MemoryError
+
+    def shorten(message):
+        freed.append(tensors[0]() is None)
+        return message
+
+    monkeypatch.setattr("transformer_vq.cli.info.run", run)
+    monkeypatch.setattr("transformer_vq.cli.main.one_line", shorten)
+    with pytest.raises(SystemExit) as stop:
+        main(["info"])
+    assert (stop.value.code, freed) == (2, [True])
+    assert capsys.readouterr().err.startswith("tvq: out of memory; use ")
 
 
 def test_sample_out_of_memory_suggests_options(sandbox):

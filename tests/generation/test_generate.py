@@ -264,12 +264,50 @@ def test_random_numbers_are_those_of_one_draw_per_token():
     assert torch.equal(got, want.float())
 
 
-def test_running_ahead_reports_logits_that_are_nan(vq, run_ahead):
-    run_ahead()
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_stream_reports_logits_that_are_not_finite(vq, run_ahead, ahead, value):
+    if ahead:
+        run_ahead()
     context = prefill(vq, [PROMPT, PROMPT])
-    context.logits[1] = float("nan")
+    context.logits[1] = value
     with pytest.raises(NotFiniteError, match="NaN"):
         next(stream(vq, context, 5, seed=0))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_stream_ends_at_the_first_token_without_finite_logits(vq, run_ahead, ahead):
+    """An output bias that becomes NaN after the first token stands for a state that overflows."""
+    if ahead:
+        run_ahead()
+    steps = stream(vq, prefill(vq, [PROMPT]), 20, seed=0)
+    first = [next(steps) for _ in range(2)]
+    torch.nn.init.constant_(vq.head.bias, torch.nan)
+    assert all(0 <= token < vq.config.vocab_size for (token,) in first)
+    next(steps) if ahead else None  # one step was launched before
+    with pytest.raises(NotFiniteError):
+        next(steps)
+
+
+def test_generate_reports_weights_that_are_not_finite(vq):
+    torch.nn.init.constant_(vq.head.bias, torch.nan)
+    with pytest.raises(NotFiniteError):
+        generate(vq, PROMPT, 5, seed=0)
+
+
+def test_rows_that_have_ended_may_be_without_finite_logits(vq, monkeypatch):
+    context = prefill(vq, [PROMPT, PROMPT])
+    context.logits[0, 3] = 1e9  # the first row stops at once
+    step = decode.Decoder.step
+
+    def broken_first_row(self, tokens):
+        logits = step(self, tokens)
+        logits[0] = torch.nan
+        return logits
+
+    monkeypatch.setattr(decode.Decoder, "step", broken_first_row)
+    rows = list(stream(vq, context, 4, Sampling(temperature=0), stop_tokens=[3]))
+    assert [row[0] for row in rows] == [3, *[None] * (len(rows) - 1)]
 
 
 def test_a_bfloat16_state_generates_from_the_same_context():

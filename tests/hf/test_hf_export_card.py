@@ -31,16 +31,16 @@ def write_run(folder, change=lambda config: config, rows=ROWS):
     write_config(run, config, ByteTokenizer(config.data.ends_documents))
     torch.manual_seed(0)
     model = TransformerVQ(config.model)
-    model.save(run / "best" / "model.safetensors")
+    model.save(run / "best" / "model.safetensors", step="2")
     metadata = {"config": config.to_dict(), "best_loss": 3.0}
     save_checkpoint(run, Checkpoint(3, model, {}, metadata), keep=1)
     write_rows(run / "metrics.jsonl", rows)
     return run
 
 
-def evaluation(run, checkpoint="best", bits=4.5):
+def evaluation(run, checkpoint="best", bits=4.5, step=2):
     result = {"bits_per_byte": bits, "word_perplexity": None, "tokens": 1234}
-    about = {"checkpoint": checkpoint, "split": "test", "seq_len": 48}
+    about = {"checkpoint": checkpoint, "step": step, "split": "test", "seq_len": 48}
     write_verified_json(run / "evaluation-test.json", about | {"protocols": {"windowed": result}})
 
 
@@ -141,6 +141,15 @@ def test_card_states_only_results_of_the_exported_checkpoint(tmp_path):
     assert "step 3 of 10" in rows["checkpoint"][0]
     assert rows["tokens trained on"] == ["3,000"]
     assert rows["validation"][1:] == ["99", "5.7500"]
+    assert "test" not in rows
+
+
+@pytest.mark.parametrize("step", [1, None])
+def test_card_omits_evaluations_of_an_earlier_best_model(tmp_path, step):
+    run = write_run(tmp_path)
+    evaluation(run, "best", step=step)
+    rows = rows_of(card_of(run, tmp_path / "out"))
+    assert "step 2 of 10" in rows["checkpoint"][0]
     assert "test" not in rows
 
 

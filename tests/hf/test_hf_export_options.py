@@ -7,6 +7,7 @@ import huggingface_hub
 import pytest
 import torch
 from helpers import assert_close, tiny_run
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformer_vq import TransformerVQ
@@ -16,7 +17,9 @@ from transformer_vq.errors import UserError
 from transformer_vq.files import read_verified_json
 from transformer_vq.hf.export import export
 from transformer_vq.hf.hub import check_can_push, push_folder
+from transformer_vq.nn.quantizer import NotFiniteError
 from transformer_vq.training.checkpoint import write_config
+from transformer_vq.training.loading import load_model_and_tokenizer
 
 TOKENS = torch.tensor([[256, *b"the cat sat on the mat"]])
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -91,6 +94,17 @@ def test_shards_are_loaded_and_all_of_them_are_verified(run, tmp_path):
         with pytest.raises(UserError, match=f"{name} is missing, corrupt or was edited"):
             AutoModelForCausalLM.from_pretrained(folder)
         (folder / name).write_bytes(content)
+
+
+def test_weights_that_are_not_finite_are_reported(run, tmp_path):
+    export(run, folder := tmp_path / "out")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.bias"][3] = torch.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "checksums.json").unlink()
+    for load in (AutoModelForCausalLM.from_pretrained, load_model_and_tokenizer):
+        with pytest.raises(NotFiniteError, match=r"out: (lm_)?head\.bias contains NaN"):
+            load(folder)
 
 
 def test_edited_cards_templates_and_added_files_are_accepted(run, tmp_path):

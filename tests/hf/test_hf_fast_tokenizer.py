@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from transformer_vq import TransformerVQ
+from transformer_vq import TransformerVQ, UserError
+from transformer_vq.cli.main import main
 from transformer_vq.data.tokenizers import learn_tokenizer, load_tokenizer, open_tokenizer
 from transformer_vq.hf import TransformerVQForCausalLM
 from transformer_vq.hf.export import export
 from transformer_vq.training.checkpoint import write_config
+from transformer_vq.training.loading import load_model_and_tokenizer
 
 LINES = "".join(f"In {1800 + i % 90} the fox saw {i} dogs.\n" for i in range(200))
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -98,6 +100,20 @@ def test_ids_equal_ours_with_bos_before_the_text(pair, text):
     if ours.bos == ours.eod:  # the learned tokenizer, which is lossless
         assert theirs.decode(tokens) == text
         assert theirs.decode([ours.bos, *tokens, ours.eod], skip_special_tokens=True) == text
+
+
+def test_a_changed_vocabulary_is_reported(exported, tmp_path, capsys):
+    folder = shutil.copytree(exported[1], tmp_path / "out")
+    path = folder / "tokenizer.json"
+    text = path.read_text()
+    path.write_text(text.replace('"the"', '"eht"', 1) if '"the"' in text else text + " ")
+    with pytest.raises(UserError, match=r"tokenizer\.json is corrupt.*export the model again"):
+        load_model_and_tokenizer(folder)
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", str(folder), "--port", "0"])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "tokenizer.json is corrupt" in line
 
 
 def test_special_tokens_and_sizes_equal_ours(pair):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import assert_close, tiny_config
 
-from transformer_vq import PRESETS, TransformerVQ, VQAttention
+from transformer_vq import PRESETS, TransformerVQ, UserError, VQAttention
 from transformer_vq.ops.execution import EXECUTIONS, OTHER, Execution, execution_on
 
 # One, two and three blocks per segment at batch size 2, and tiles of several sizes.
@@ -67,6 +67,13 @@ def test_set_execution_overrides_the_device():
     model.set_execution(execution=tiny)
     assert {branch.execution for branch in model.branches} == {tiny}
     assert model.branches[0].segment_len(2, 40, torch.device("cuda")) == model.config.block_len
+
+
+@pytest.mark.parametrize("attention", ["vq", "full"])
+def test_set_execution_rejects_an_unknown_reduction(attention):
+    model = TransformerVQ(tiny_config(attention=attention))
+    with pytest.raises(UserError, match=r"'typo'.*serial"):
+        model.set_execution(reduction="typo")
 
 
 @pytest.mark.parametrize("sizes", [(0, None), (1, 0), (-1, 4)])

@@ -10,7 +10,9 @@ from helpers import assert_close, tiny_config, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transformer_vq import PRESETS, ModelConfig, TransformerVQ
+from transformer_vq import PRESETS, ModelConfig, TransformerVQ, UserError
+from transformer_vq.files import read_tensors, write_tensors
+from transformer_vq.nn.quantizer import NotFiniteError
 
 HEAD_TYPES = ["shga", "mqa", "mha", "gqa"]
 ATTENTIONS = ["vq", "full"]
@@ -166,6 +168,15 @@ def test_evaluation_never_changes_a_codebook_and_update_does():
         model.update_codebooks(output.code_usage[:1])
 
 
+def test_code_usage_is_empty_in_evaluation_mode_without_gradients():
+    model = make().eval()
+    with torch.no_grad():
+        output = model(tokens(2, 20))
+    assert output.code_usage == ()
+    with pytest.raises(ValueError, match="training mode"):
+        model.update_codebooks(output.code_usage)
+
+
 def test_autocast_keeps_what_must_be_exact_in_float32():
     model = TransformerVQ(tiny_config())
     x = tokens(2, 30)
@@ -227,6 +238,51 @@ def test_a_file_that_is_not_a_model_is_rejected_by_name(tmp_path):
         TransformerVQ.load(path)
     with pytest.raises(FileNotFoundError):
         TransformerVQ.load(tmp_path / "absent")
+
+
+def rewrite(path, name, change):
+    """Change one tensor of a model file; its checksum fits."""
+    tensors, metadata = read_tensors(path)
+    write_tensors(path, tensors | {name: change(tensors[name])}, metadata)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("name", ["head.bias", "branches.0.quantizer.c_sum", "branches.1.u"])
+def test_load_reports_weights_and_codebooks_that_are_not_finite(tmp_path, name, value):
+    make().save(path := tmp_path / "model.safetensors")
+    rewrite(path, name, lambda x: x.index_fill(-1, torch.tensor([1]), value))
+    with pytest.raises(NotFiniteError, match=rf"model\.safetensors: {name} contains NaN"):
+        TransformerVQ.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("embed.weight", torch.int8, torch.float32),
+        ("branches.0.q_proj.weight", torch.bool, torch.float32),
+        ("branches.1.u", torch.float64, torch.float32),
+        ("branches.0.quantizer.c_sum", torch.int32, torch.float32),
+        ("branches.0.quantizer.started", torch.float32, torch.bool),
+    ],
+)
+def test_load_rejects_tensors_of_another_dtype(tmp_path, name, dtype, expected):
+    make().float().save(path := tmp_path / "model.safetensors")
+    rewrite(path, name, lambda x: x.to(dtype))
+    with pytest.raises(UserError, match=rf"{name} is {dtype}, expected {expected}"):
+        TransformerVQ.load(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("exact_codebooks", [True, False])
+def test_load_keeps_the_dtype_of_the_model(tmp_path, dtype, exact_codebooks):
+    model = make().to(dtype)
+    for branch in model.branches:
+        if exact_codebooks:
+            branch.quantizer.float()
+    model.save(tmp_path / "model")
+    want = {name: x.dtype for name, x in model.state_dict().items()}
+    found = TransformerVQ.load(tmp_path / "model").state_dict()
+    assert {name: x.dtype for name, x in found.items()} == want
 
 
 @pytest.mark.parametrize(

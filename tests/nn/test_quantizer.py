@@ -214,6 +214,13 @@ def test_evaluation_draws_no_random_number_and_has_no_candidates():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_usage_is_not_computed_in_evaluation_mode_without_gradients():
+    quantizer, k = quantizer_and_keys()
+    with torch.no_grad():
+        assert quantizer(k).usage is not None  # in training mode
+        assert quantizer.eval()(k).usage is None
+
+
 def test_the_priority_of_a_token_depends_only_on_row_and_place():
     whole = token_priority(6, 9)
     assert len(whole.unique()) == whole.numel()

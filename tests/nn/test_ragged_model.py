@@ -7,6 +7,7 @@ import torch
 from helpers import assert_close, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
 
 from transformer_vq import TransformerVQ, VQAttention
 
@@ -190,3 +191,23 @@ def test_the_content_of_padding_is_ignored_even_if_nan():
     got = layer(x, valid=valid)
     assert torch.equal(got.y, want.y)
     assert torch.equal(got.code_usage.sum, want.code_usage.sum)
+
+
+def kept_bytes(*, documents: bool, checkpoint: bool) -> int:
+    """Return the memory that a forward pass allocates and does not free before its backward."""
+    sizes = {"n_head": 4, "d_k": 8, "d_v": 8, "n_code": 8, "block_len": 64}
+    layer = VQAttention(32, head_type="mha", checkpoint_activations=checkpoint, **sizes)
+    x = torch.randn(2, 1024, 32, requires_grad=True)
+    ids = (torch.arange(1024) // 100).expand(2, -1) if documents else None
+    layer(x, document_ids=ids)  # tables that are computed once
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        _output = layer(x, document_ids=ids)
+    return sum(event.self_cpu_memory_usage for event in profiler.events())
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_documents_keep_little_memory_per_token_for_the_backward_pass(checkpoint):
+    """Masks have a block of keys per token and head; only the starts of documents are kept."""
+    plain, packed = (kept_bytes(documents=d, checkpoint=checkpoint) for d in (False, True))
+    assert 0 < packed - plain <= 2 * 1024 * 16
+    assert plain < 500_000 or not checkpoint

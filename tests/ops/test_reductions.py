@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from helpers import assert_close
+from helpers import assert_close, attention_inputs
 
+from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.cache import CacheStats, block_stats, merge
 from transformer_vq.ops.reductions import REDUCTIONS, exclusive_prefix
 
@@ -50,7 +51,9 @@ def test_each_reduction_equals_statistics_of_all_earlier_tokens(reduction, n_blo
     assert_close("gradient", got_grad, want_grad)
 
 
-def test_an_unknown_reduction_is_rejected_by_name():
-    z, v = random_blocks(2)
+@pytest.mark.parametrize("seq_len", [3, 8, 20])
+@pytest.mark.parametrize("cache", [True, False])
+def test_an_unknown_reduction_is_rejected_by_name_for_any_number_of_blocks(seq_len, cache):
+    inputs = attention_inputs(seq_len, block_len=8)
     with pytest.raises(ValueError, match=r"'sum'.*serial"):
-        exclusive_prefix(block_stats(z, v, S), initial_cache(False), "sum")
+        vq_attention(*inputs.part(0, seq_len), inputs.empty_state(cache), reduction="sum")

@@ -130,10 +130,10 @@ def test_progress_is_restored_from_a_checkpoint(tmp_path, monkeypatch):
     interrupt_after(monkeypatch, 1)
     train(tiny_run(tmp_path), tmp_path / "early")
     early = Progress.from_checkpoint(newest_checkpoint(tmp_path / "early"))
-    assert early == Progress(step=2, validated_at=0, best_loss=math.inf)
+    assert early == Progress(step=2, validated_at=0, logged_at=2, best_loss=math.inf)
     monkeypatch.undo()
     result = train(tiny_run(tmp_path), tmp_path / "finished")
     finished = Progress.from_checkpoint(newest_checkpoint(tmp_path / "finished"))
     best = result.best_loss, result.best_bits_per_byte
-    assert finished == Progress(10, 10, *best)
+    assert finished == Progress(10, 10, 10, *best)
     assert best[1] == pytest.approx(best[0] / math.log(2))  # one byte per token

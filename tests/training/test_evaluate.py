@@ -21,7 +21,9 @@ def test_evaluate_uses_the_data_of_the_run_or_other_data(tmp_path):
     train(config, tmp_path / "run")
     result = evaluate(str(tmp_path / "run"))
     assert list(result.protocols) == ["windowed", "streaming"]
-    assert result.checkpoint == "best"
+    assert (result.checkpoint, result.step, result.to_dict()["step"]) == ("best", 2, 2)
+    last = evaluate(tmp_path / "run", checkpoint="last", protocols=["windowed"])
+    assert (last.checkpoint, last.step) == ("step 2", 2)
     other = tmp_path / "other.txt"
     other.write_text("something else entirely " * 50)
     data = type(config.data)(path=str(other), cache=config.data.cache)

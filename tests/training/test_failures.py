@@ -7,8 +7,10 @@ import pytest
 import torch
 from helpers import interrupt_after, losses, tiny_run
 
-from transformer_vq import files
+from transformer_vq import TransformerVQ, files, load_run
+from transformer_vq.cli.main import main
 from transformer_vq.errors import TrainingError
+from transformer_vq.nn.quantizer import NotFiniteError
 from transformer_vq.training.checkpoint import (
     CheckpointError,
     checkpoint_folder,
@@ -44,6 +46,30 @@ def test_load_model_skips_a_truncated_checkpoint(tmp_path, name):
     path = checkpoint_folder(tmp_path / "run", 6) / name
     path.write_bytes(path.read_bytes()[:100])
     assert load_model(tmp_path / "run", "last")[1] == "step 3"
+
+
+def test_weights_that_are_not_finite_are_reported_and_their_checkpoint_is_skipped(tmp_path, capsys):
+    run = tmp_path / "run"
+    train(tiny_run(tmp_path, train={"steps": 6}), run)
+    newest = checkpoint_folder(run, 6)
+    for path in (newest / "model.safetensors", run / "best" / "model.safetensors"):
+        model = TransformerVQ.load(path)
+        torch.nn.init.constant_(model.head.bias, torch.nan)
+        digest = model.save(path)
+    values = files.read_verified_json(newest / "training.json")
+    values["digests"]["model.safetensors"] = digest
+    files.write_verified_json(newest / "training.json", values)
+    for load in (load_run, lambda path: load_run(path, "6")):
+        with pytest.raises(NotFiniteError, match=r"model\.safetensors: head\.bias contains NaN"):
+            load(run)
+    capsys.readouterr()
+    assert load_model(run, "last")[1] == "step 3"
+    assert "head.bias contains NaN" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stop:
+        main(["sample", str(run)])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "head.bias contains NaN" in line
 
 
 def test_resume_fails_if_all_checkpoints_are_corrupt(tmp_path):

@@ -2,6 +2,8 @@
 
 import fnmatch
 import json
+import subprocess
+import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +43,16 @@ def test_name_of_a_packaged_model_is_found(here):
     assert is_packaged(find_run("books"))
     assert find_run("nothing") == Path("nothing")
     assert find_run("../models/books") == Path("../models/books")
+
+
+def test_loading_a_model_does_not_import_the_compiler():
+    code = (
+        "import sys, transformer_vq as t; model, tokenizer, _ = t.load_run('books'); "
+        "assert 'torch._dynamo' not in sys.modules; print(len(tokenizer.encode('It was')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
 
 
 def test_run_folder_of_the_same_name_takes_precedence_over_the_package(here):

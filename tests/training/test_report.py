@@ -104,6 +104,19 @@ def test_report_shows_all_sections_in_one_file(run):
     assert f"{bits['bits_per_byte']:.4f}" in page.text
 
 
+def test_report_shows_the_step_of_an_evaluation_and_whether_it_is_current(run):
+    evaluation = read_verified_json(run / "evaluation-test.json")
+    step = evaluation["step"]
+    current = Page(report_html(run, n_samples=0)).text
+    assert f"test (best, step {step})" in current
+    assert "not of the current model" not in current
+    for old in (step - 1, None):
+        write_verified_json(run / "evaluation-test.json", evaluation | {"step": old})
+        page = Page(report_html(run, n_samples=0)).text
+        assert f"test (best, step {step})" not in page
+        assert f"not of the current model (best, step {step})" in page
+
+
 def test_samples_depend_only_on_the_seed(run):
     def samples(seed):
         return re.findall(r'class="sample">(.*?)</div>', report_html(run, seed=seed), re.DOTALL)

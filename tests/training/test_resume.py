@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import torch
 from helpers import interrupt_after, losses, tiny_run
 
 from transformer_vq import TransformerVQ
+from transformer_vq.cli.main import main
 from transformer_vq.data.corpus import prepare
 from transformer_vq.data.tokenizers import ByteTokenizer
 from transformer_vq.evaluation import score
@@ -147,11 +149,98 @@ def test_resume_rejects_an_edited_config_and_one_of_an_older_version(tmp_path):
     path = tmp_path / "run" / "config.json"
     values = json.loads(path.read_text())
     write_json(path, values | {"train": values["train"] | {"seed": 1}})
-    with pytest.raises(CheckpointError, match="was edited"):
+    with pytest.raises(CheckpointError, match=r"was edited: train\.seed \(0 -> 1\).*new run"):
         resume(tmp_path / "run")
     write_json(path, config.to_dict())
     with pytest.raises(CheckpointError, match="another version"):
         resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "named"),
+    [
+        ("train", {"steps": 20}, r"--train\.steps \(3 -> 20\).*tvq resume .*run --train\.steps"),
+        ("optim", {"lr": 0.5}, r"--optim\.lr \(0\.001 -> 0\.5\).*tvq resume .*run --optim\.lr"),
+        ("model", {"n_code": 99}, r"--model\.n-code \(7 -> 99\).*new run"),
+        ("optim", {"lr": "much"}, r"optim\.lr.*much"),
+        ("data", {"colour": 1}, r"colour"),
+    ],
+)
+def test_commands_name_the_edited_fields_of_a_config(tmp_path, capsys, part, change, named):
+    train(tiny_run(tmp_path, train={"steps": 3}), tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    values = json.loads(path.read_text())
+    write_json(path, values | {part: values[part] | change})
+    for command in ("sample", "eval", "resume", "report"):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main([command, str(tmp_path / "run")])
+        assert stop.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(rf"config\.json was edited: .*{named}", line), line
+
+
+@pytest.mark.parametrize(
+    ("n_kept", "missing"),
+    [
+        (None, "steps 1 to 6 and the validation of step 4"),
+        (0, "steps 1 to 6 and the validation of step 4"),
+        (2, "steps 3 to 6 and the validation of step 4"),
+        (4, "steps 5 to 6 and the validation of step 4"),
+        (6, "step 6"),
+    ],
+)
+def test_resume_warns_once_about_missing_metrics(tmp_path, monkeypatch, capsys, n_kept, missing):
+    interrupt_after(monkeypatch, 5)
+    train(tiny_run(tmp_path), tmp_path / "run")
+    monkeypatch.undo()
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 7  # six steps and a validation
+    path.unlink() if n_kept is None else path.write_text("".join(lines[:n_kept]))
+    capsys.readouterr()
+    assert resume(tmp_path / "run").finished
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "metrics.jsonl" in x]
+    assert f"the rows of {missing} are missing" in line
+    assert resume(tmp_path / "run").finished
+    assert "metrics.jsonl" not in capsys.readouterr().err
+
+
+def test_resume_of_a_complete_log_does_not_warn(tmp_path, monkeypatch, capsys):
+    config = tiny_run(tmp_path, train={"log_every": 4, "steps": 9})
+    interrupt_after(monkeypatch, 4)
+    train(config, tmp_path / "run")
+    interrupt_after(monkeypatch, 1)
+    resume(tmp_path / "run", replace(config, train=replace(config.train, log_every=3)))
+    monkeypatch.undo()
+    assert resume(tmp_path / "run").finished
+    assert "metrics.jsonl" not in capsys.readouterr().err
+    assert [row[1] for row in losses(tmp_path / "run") if row[0] == "train"] == [4, 6, 9]
+
+
+def test_equal_runs_give_equal_files(tmp_path):
+    config = tiny_run(tmp_path, train={"steps": 4})
+    for name in ("one", "other"):
+        train(config, tmp_path / name)
+    one, other = tmp_path / "one", tmp_path / "other"
+    files = sorted(p.relative_to(one) for p in one.rglob("*") if p.is_file())
+    assert files == sorted(p.relative_to(other) for p in other.rglob("*") if p.is_file())
+    timed = {Path("metrics.jsonl"), Path("history.jsonl")}
+    differ = [p for p in files if (one / p).read_bytes() != (other / p).read_bytes()]
+    assert set(differ) <= timed
+    assert len(files) > 6
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "history.jsonl", "checkpoints", "best"])
+def test_train_rejects_a_folder_with_files_of_something_else(tmp_path, name):
+    (tmp_path / "out").mkdir()
+    if "." in name:
+        (tmp_path / "out" / name).write_text('{"loss": 3}\n')
+    else:
+        (tmp_path / "out" / name).mkdir()
+    with pytest.raises(CheckpointError, match=rf"out contains {name}.*another --out"):
+        train(tiny_run(tmp_path), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [name]
 
 
 @pytest.mark.parametrize("option", ["eval_every", "eval_tokens", "log_every", "save_every"])

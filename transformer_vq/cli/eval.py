@@ -17,6 +17,7 @@ from transformer_vq.cli.arguments import (
 from transformer_vq.cli.options import Checkpoint, Device, Json, Overwrite
 from transformer_vq.cli.output import out_of_memory_advice, print_json
 from transformer_vq.config import DataConfig, Precision
+from transformer_vq.training.run_list import checkpoint_label
 
 if TYPE_CHECKING:
     from transformer_vq.evaluation import Protocol
@@ -115,7 +116,8 @@ def run(arguments: list[str]) -> None:
 
 def evaluation_text(evaluation: RunEvaluation, positions: bool = False) -> str:
     """Return one line per protocol; positions: followed by a table of its loss by position."""
-    name = f"{evaluation.run} ({evaluation.checkpoint}), {evaluation.split} of {evaluation.dataset}"
+    which = checkpoint_label(evaluation.checkpoint, evaluation.step)
+    name = f"{evaluation.run} ({which}), {evaluation.split} of {evaluation.dataset}"
     how = {"windowed": f"windows of {evaluation.seq_len:,} tokens", "streaming": "whole documents"}
     lines = []
     for result in evaluation.protocols.values():

@@ -25,7 +25,12 @@ from transformer_vq.cli.output import (
     os_error_message,
 )
 from transformer_vq.config.files import ConfigFileError
-from transformer_vq.errors import TrainingError, UserError, is_out_of_memory
+from transformer_vq.errors import (
+    NotEnoughMemoryError,
+    TrainingError,
+    UserError,
+    is_out_of_memory,
+)
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import IS_SILENT, TerminalReporter, reporting
 
@@ -74,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(str(error), 1)
     except ConfigFileError as error:
         _fail(str(error), 2, in_file=True)
+    except NotEnoughMemoryError as error:
+        _fail_without_memory(str(error), error)
     except UserError as error:
         _fail(str(error), 2)
     except OSError as error:
@@ -83,7 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail("interrupted", 130)
     except Exception as error:
         if is_out_of_memory(error):
-            _fail("out of memory; use a smaller model, batch or sequence length", 2)
+            _fail_without_memory(
+                "out of memory; use a smaller model, batch or sequence length", error
+            )
         traceback.print_exc()
         _fail("this is a bug; please report it with the lines above", 1)
 
@@ -130,6 +139,12 @@ def _fail(message: str, status: int, in_file: bool = False) -> NoReturn:
     message = message if in_file else as_options(message)
     print(f"tvq: {one_line(message)}", file=sys.stderr)
     sys.exit(status)
+
+
+def _fail_without_memory(message: str, error: Exception) -> NoReturn:
+    """Print an error on one line and exit, although hardly any memory is left."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None  # frees tensors in its frames
+    _fail(message, 2, in_file=True)
 
 
 def _overview() -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from transformer_vq.errors import UserError, is_out_of_memory
+from transformer_vq.errors import NotEnoughMemoryError, is_out_of_memory
 
 if TYPE_CHECKING:
     from transformer_vq.training.result import TrainingResult
@@ -65,12 +65,12 @@ def _finite(x: float) -> float | None:
 
 @contextmanager
 def out_of_memory_advice(advice: str) -> Iterator[None]:
-    """Turn an out-of-memory error into a UserError with advice."""
+    """Turn an out-of-memory error into a NotEnoughMemoryError with advice."""
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
-            raise UserError(f"out of memory; {advice}") from error
+            raise NotEnoughMemoryError(f"out of memory; {advice}") from error
         raise
 
 

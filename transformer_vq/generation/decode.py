@@ -20,7 +20,7 @@ from transformer_vq.device import compile_decoding
 from transformer_vq.errors import UserError
 from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.prefill import Context, prefill
-from transformer_vq.generation.sampling import Sampling
+from transformer_vq.generation.sampling import NOT_FINITE, Sampling, mark_not_finite
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import NotFiniteError
 from transformer_vq.transfer import HostCopy, to_device
@@ -44,8 +44,8 @@ def stream(
 
     The tokens of row i depend on the seed and on i, never on the other rows. compiled: use
     torch.compile, which takes half a minute and then decodes faster. state_dtype: that of the
-    values in the state; torch.bfloat16 halves what a step reads of it. Raises NotFiniteError on a
-    GPU if the logits of the context are NaN.
+    values in the state; torch.bfloat16 halves what a step reads of it. Raises NotFiniteError at the
+    first token without finite logits.
     """
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens={max_new_tokens}: must not be negative")
@@ -75,23 +75,25 @@ def _stream(
         return
     is_ahead = runs_ahead(logits)
     tokens = choose(logits, next(uniform))
-    # Marks rows without a result by -1. Once is enough, because NaN stays in the state.
-    shown = tokens.masked_fill(logits.isnan().any(-1), -1) if is_ahead else tokens
     done = [False] * len(tokens)
     for number in range(max_new_tokens):
-        fetched = HostCopy(tokens if number else shown)
+        fetched = HostCopy(mark_not_finite(tokens, logits))
         is_last = number + 1 == max_new_tokens
         if is_ahead and not is_last:
-            tokens = choose(step(tokens), next(uniform))
+            logits = step(tokens)
+            tokens = choose(logits, next(uniform))
         found = fetched.tolist()
-        if -1 in found:
-            raise NotFiniteError("the logits are NaN; the weights or the codebooks are not finite")
+        if any(token == NOT_FINITE and not over for token, over in zip(found, done, strict=True)):
+            raise NotFiniteError(
+                "the logits are NaN or infinite; the weights or the codebooks are not finite"
+            )
         yield [None if over else token for token, over in zip(found, done, strict=True)]
         done = [over or token in stop_tokens for token, over in zip(found, done, strict=True)]
         if all(done) or is_last:
             return
         if not is_ahead:
-            tokens = choose(step(tokens), next(uniform))
+            logits = step(tokens)
+            tokens = choose(logits, next(uniform))
 
 
 def runs_ahead(logits: Tensor) -> bool:

@@ -1,8 +1,8 @@
 """Checksums of an exported folder, so that corrupt files are reported instead of loaded.
 
-`tvq export` records config, weights and vocabulary. README.md, the chat template and the settings
-of the tokenizer are not recorded, because users edit them. A folder that transformers saves has no
-checksums: other tools may change its files.
+`tvq export` records config, weights and vocabulary: everything that is loaded, except for what
+users edit. That is README.md, the chat template and the settings of the tokenizer and of
+generation. A folder that transformers saves has no checksums: other tools may change its files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from transformer_vq.files import (
 )
 
 NAME = "checksums.json"
-PATTERNS = ("config.json", "*.safetensors", "*.safetensors.index.json", "*.model")
+PATTERNS = (
+    *("config.json", "*.safetensors", "*.safetensors.index.json"),
+    *("tokenizer.json", "*.model"),
+)
 
 
 def write_checksums(folder: Path) -> None:

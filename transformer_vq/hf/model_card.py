@@ -19,6 +19,7 @@ from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.packaged import ABOUT, is_packaged
 from transformer_vq.training.plots import positions
 from transformer_vq.training.report_charts import finite
+from transformer_vq.training.run_list import model_step
 
 PAPER = "https://arxiv.org/abs/2309.16354"
 SMALL = 100_000_000
@@ -200,7 +201,9 @@ def _results(run: Path, rows: list[Row], which: str, step: int | None) -> str:
             break
     for path in sorted(run.glob("evaluation-*.json")):
         try:
-            found += _evaluation(read_verified_json(path), which)
+            evaluation = read_verified_json(path)
+            if evaluation.get("step") == model_step(run, which):
+                found += _evaluation(evaluation, which)
         except (CorruptFileError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = error if isinstance(error, CorruptFileError) else "it has an unknown format"
             warn(f"the model card omits {path.name}: {why}")

@@ -7,12 +7,13 @@ import warnings
 from pathlib import Path
 from typing import Any, Self
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME
 
 from transformer_vq.errors import UserError
 from transformer_vq.hf.checksums import check_folder
 from transformer_vq.hf.remote_code import AUTO_MAP, FixedAutoMap, write_remote_code
+from transformer_vq.nn.model import check_finite
 
 
 class SavedModel(FixedAutoMap):
@@ -38,6 +39,8 @@ class SavedModel(FixedAutoMap):
                 "the model again"
             )
         _align(model)
+        plain = {n: x for n, x in model.state_dict().items() if type(x) is Tensor}
+        check_finite(folder, {n: x for n, x in plain.items() if x.device.type == "cpu"})
         return (model, info) if output_loading_info else model
 
     def save_pretrained(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from operator import add
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from transformer_vq.ops.inputs import AttentionInputs, segment_lens
 from transformer_vq.ops.position import causal_bias
 from transformer_vq.ops.quadratic import quadratic_attention
 from transformer_vq.ops.ragged import Packing, newest, next_position, visible_keys
+from transformer_vq.ops.reductions import check_reduction
 from transformer_vq.ops.shapes import is_symbolic, symbolic_blocks
 from transformer_vq.ops.state import AttentionState
 
@@ -59,8 +60,7 @@ class VQAttention(AttentionLayer):
         config = AttentionConfig.for_layer(d_model, **options)
         if config.attention != "vq":
             raise UserError("VQAttention needs attention='vq'; use FullAttention instead")
-        if reduction not in get_args(Reduction):
-            raise UserError(f"reduction={reduction!r}: choose one of {get_args(Reduction)}")
+        check_reduction(reduction)
         if reduction == "triton":
             triton.check_package()
         super().__init__(config, checkpoint_activations)
@@ -305,4 +305,5 @@ def _join(outputs: list[AttentionOutput], segments: list[LayerInputs]) -> Attent
     total = torch.stack(n_tokens).sum().clamp(min=1)
     losses = [output.commit_loss * n / total for output, n in zip(outputs, n_tokens, strict=True)]
     usages = [output.code_usage for output in outputs if output.code_usage is not None]
-    return AttentionOutput(y, outputs[-1].state, reduce(add, losses), reduce(add, usages))
+    usage = reduce(add, usages) if usages else None
+    return AttentionOutput(y, outputs[-1].state, reduce(add, losses), usage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,19 @@ import torch
 from torch import Tensor, nn
 
 from transformer_vq.config import ModelConfig, Reduction
+from transformer_vq.device import meta_device
 from transformer_vq.errors import UserError
 from transformer_vq.files import read_tensors, write_tensors
 from transformer_vq.nn.layers import Head
-from transformer_vq.nn.quantizer import CodeUsage
+from transformer_vq.nn.quantizer import CodeUsage, NotFiniteError
 from transformer_vq.nn.stack import Stack
 from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.cache import accumulation_dtype
 from transformer_vq.ops.execution import Execution
 from transformer_vq.ops.tree import tensor_tree
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""The dtypes that a model can have."""
 
 
 @tensor_tree
@@ -33,7 +38,8 @@ class ModelOutput:
     commit_loss: Tensor
     """Squared quantization error of the keys: mean over tokens, sum over heads and layers."""
     code_usage: tuple[CodeUsage, ...]
-    """One per codebook, for `update_codebooks`; empty for full attention."""
+    """One per codebook, for `update_codebooks`; empty for full attention, and in evaluation mode
+    without gradients."""
 
 
 class TransformerVQ(Stack):
@@ -55,7 +61,7 @@ class TransformerVQ(Stack):
         self.config = config
         self.build(config, reduction, checkpoint_activations, execution=execution)
         if config.tie_embeddings:
-            with torch.device("meta"):
+            with meta_device():
                 self.head = Head(config.d_model, config.vocab_size, bias=False)
             self.head.weight = self.embed.weight
             self.register_state_dict_post_hook(_omit_tied_weight)  # type: ignore[no-untyped-call]
@@ -92,12 +98,12 @@ class TransformerVQ(Stack):
         logits: Tensor = self.head(scaled_features(x, self.config.logit_scale))
         return logits
 
-    def save(self, path: str | os.PathLike[str]) -> str:
+    def save(self, path: str | os.PathLike[str], **metadata: str) -> str:
         """Write weights, codebooks and config to one safetensors file, atomically.
 
-        Return the checksum stored in the file.
+        metadata: more values to store in the file. Return the checksum stored in the file.
         """
-        metadata = {"config": json.dumps(asdict(self.config))}
+        metadata["config"] = json.dumps(asdict(self.config))
         return write_tensors(Path(path), self.state_dict(), metadata)
 
     @classmethod
@@ -110,7 +116,8 @@ class TransformerVQ(Stack):
     ) -> TransformerVQ:
         """Load a model that `save` wrote; digest: the checksum it returned, if known.
 
-        Raise UserError if the file is corrupt or does not contain a model.
+        Raise UserError if the file is corrupt or does not contain a model, and NotFiniteError if a
+        weight or codebook is NaN or infinite.
         """
         if (Path(path) / "checkpoints").is_dir():
             raise UserError(
@@ -130,7 +137,7 @@ class TransformerVQ(Stack):
                 f"{path} has the tensors of {n_branches // 2} layers, its config says "
                 f"{config.n_layer}; write it again with TransformerVQ.save"
             )
-        with torch.device("meta"):
+        with meta_device():
             model = cls(config)
         wanted = {name: x.shape for name, x in model.state_dict().items()}
         found = {name: x.shape for name, x in tensors.items()}
@@ -139,8 +146,39 @@ class TransformerVQ(Stack):
                 f"{path} does not fit its own config: {wrong[0]} and {len(wrong) - 1} more tensors "
                 "are missing, unknown or of another shape"
             )
+        check_tensors(path, tensors, model)
         model.load_state_dict(tensors, assign=True)
         return model if device is None else model.to(device)
+
+
+def check_tensors(source: object, tensors: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Raise UserError if a tensor of a file has a wrong dtype, or NaN or infinity in it.
+
+    All parameters have one dtype; codebooks may have another. model: has tensors of the same names.
+    source: the file or folder, for the message.
+    """
+    parameters = dict(model.named_parameters())
+    floats = [x.dtype for name, x in tensors.items() if name in parameters]
+    dtype = max((x for x in floats if x in FLOATS), key=floats.count, default=torch.float32)
+    for name, wanted in model.state_dict().items():
+        found = tensors[name].dtype
+        expected = dtype if wanted.is_floating_point() else wanted.dtype
+        is_codebook = wanted.is_floating_point() and name not in parameters
+        if found != expected and not (is_codebook and found in FLOATS):
+            raise UserError(
+                f"{source}: {name} is {found}, expected {expected}; write it again with "
+                "TransformerVQ.save"
+            )
+    check_finite(source, tensors)
+
+
+def check_finite(source: object, tensors: Mapping[str, Tensor]) -> None:
+    """Raise NotFiniteError if a tensor contains NaN or infinity. source: as in `check_tensors`."""
+    for name, x in tensors.items():
+        if not x.isfinite().all():
+            raise NotFiniteError(
+                f"{source}: {name} contains NaN or infinity; use another checkpoint or file"
+            )
 
 
 def last_columns(x: Tensor, n: int) -> Tensor:

@@ -38,7 +38,8 @@ class AttentionOutput:
     """The output of an attention layer.
 
     y: [b, t, d_model] the residual branch, state: the state after this segment, code_usage: the
-    codebook statistics of this batch, None for full attention.
+    codebook statistics of this batch, None for full attention and, in evaluation mode, without
+    gradients.
     """
 
     y: Tensor

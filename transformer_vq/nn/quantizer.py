@@ -104,14 +104,14 @@ def add_usages(
 
 @dataclass(frozen=True)
 class Quantized:
-    """k_hat: [b, h, t, k], z: [b, h, t], commit_loss: scalar, usage: of this call's keys,
-    codebook: [h, s, k] the codewords.
+    """k_hat: [b, h, t, k], z: [b, h, t], commit_loss: scalar, usage: of this call's keys, None
+    in evaluation mode without gradients, codebook: [h, s, k] the codewords.
     """
 
     k_hat: Tensor
     z: Tensor
     commit_loss: Tensor
-    usage: CodeUsage
+    usage: CodeUsage | None
     codebook: Tensor
 
 
@@ -204,7 +204,9 @@ class VectorQuantizer(nn.Module):
             n_tokens = error[:, 0].numel() if valid is None else valid.sum().clamp(min=1)
             # Adding a zero that carries the gradient keeps k_hat bitwise equal to the codeword.
             k_hat = codeword.to(k.dtype) + (k - k.detach())
-            usage = self._usage(exact.detach(), z, error.detach(), valid, priority)
+            usage = None
+            if self.training or torch.is_grad_enabled():  # not needed for prefill and evaluation
+                usage = self._usage(exact.detach(), z, error.detach(), valid, priority)
             return Quantized(k_hat, z, error.sum() / n_tokens, usage, codebook)
 
     def _usage(

@@ -18,6 +18,7 @@ from transformer_vq.nn.state import ModelState
 from transformer_vq.ops.checks import check_values
 from transformer_vq.ops.execution import Execution
 from transformer_vq.ops.ragged import read_packing
+from transformer_vq.ops.reductions import check_reduction
 from transformer_vq.ops.state import AttentionState
 
 
@@ -91,6 +92,8 @@ class Stack(nn.Module):
         execution: Execution | None = None,
     ) -> None:
         """Change how the function is computed; None keeps a setting."""
+        if reduction is not None:
+            check_reduction(reduction)
         for branch in self.branches:
             if checkpoint_activations is not None:
                 branch.checkpoint_activations = checkpoint_activations  # type: ignore[assignment]
@@ -196,7 +199,8 @@ class Stack(nn.Module):
         layers = [layer for layer in self._attentions() if isinstance(layer, VQAttention)]
         if len(layers) != len(code_usage):
             raise ValueError(
-                f"code_usage has {len(code_usage)} entries for {len(layers)} codebooks"
+                f"code_usage has {len(code_usage)} entries for {len(layers)} codebooks; take it "
+                "from a forward pass in training mode or with gradients"
             )
         for layer, usage in zip(layers, code_usage, strict=True):
             layer.update_codebook(usage)

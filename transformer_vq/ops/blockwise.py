@@ -30,7 +30,7 @@ from transformer_vq.ops.ragged import (
     next_position,
     visible_keys,
 )
-from transformer_vq.ops.reductions import exclusive_prefix
+from transformer_vq.ops.reductions import check_reduction, exclusive_prefix
 from transformer_vq.ops.shapes import is_symbolic, symbolic_blocks
 from transformer_vq.ops.state import AttentionState
 
@@ -76,6 +76,7 @@ def vq_attention(
         sizes = (*z.shape[:2], window_len, q.shape[-1], v.shape[-1], codebook.shape[-2])
         state = AttentionState.empty(*sizes, dtype=v.dtype, device=v.device)
     inputs.check(state)
+    check_reduction(reduction)
     if reduction == "triton":
         _check_triton(q.device, phi)
     window_len = state.k.shape[-2]
@@ -92,19 +93,17 @@ def vq_attention(
         else:
             r = max(1, n_tokens // window_len)
             evicted = find_evictions(state, part.packing, n_tokens, r)
-        visible = None
-        if whole.packing is not None and reduction != "triton":
-            visible = visible_keys(whole.packing, window_len, r)
         if reduction == "triton":
             from transformer_vq.ops.triton.attention import attend_blocks as attend_triton
 
             output, cache = attend_triton(part, state, evicted, grad_through_cache)
         elif is_fused:
             tile_queries = (execution or execution_on(q.device)).tile_queries
-            output, cache = attend_blocks(
-                part, state, evicted, visible, grad_through_cache, tile_queries
-            )
+            output, cache = attend_blocks(part, state, evicted, grad_through_cache, tile_queries)
         else:
+            visible = None
+            if whole.packing is not None:
+                visible = visible_keys(whole.packing, window_len, r)
             output, cache = _plain_blocks(
                 whole, state, evicted, visible, grad_through_cache, reduction, phi
             )

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype, block_stats, merge
 from transformer_vq.ops.inputs import AttentionInputs
 from transformer_vq.ops.precision import full_precision
-from transformer_vq.ops.ragged import Eviction, Visibility
+from transformer_vq.ops.ragged import Eviction
 from transformer_vq.ops.state import AttentionState
 from transformer_vq.ops.tiles import Blocks, product, tile_scores, tiles
 
@@ -31,7 +31,6 @@ def attend_blocks(
     inputs: AttentionInputs,
     state: AttentionState,
     evicted: Eviction,
-    visible: Visibility | None,
     grad_through_cache: bool,
     tile_queries: int | None = None,
 ) -> tuple[Tensor, CacheStats | None]:
@@ -64,8 +63,7 @@ def attend_blocks(
         window_valid=per_head(state.window_valid),
         counted=per_head(evicted.counted),
         carry=None if evicted.carry is None else per_head(evicted.carry),
-        masked_local=None if visible is None else per_head(~visible.local),
-        masked_cache=None if visible is None else per_head(~visible.cache),
+        doc_start=None if inputs.packing is None else inputs.packing.doc_start,
     )
     output, mean, count = _Attention.apply(  # type: ignore[no-untyped-call]
         inputs.q.to(v.dtype).flatten(0, 1),
@@ -100,7 +98,6 @@ class _Attention(torch.autograd.Function):
         mean: Tensor | None,
         blocks: Blocks,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        ctx.blocks = blocks
         out = v.new_empty(*q.shape[:3], v.shape[-1])
         cache = None if mean is None else CacheStats(mean, blocks.count)
         count = blocks.count
@@ -131,8 +128,13 @@ class _Attention(torch.autograd.Function):
                     count = cache.count
                     counts.append(count)
         if blocks.keep:
-            ctx.counts, ctx.n_tiles = counts, len(weights)
-            ctx.save_for_backward(q, k, v, k_window, v_window, *weights, *means)
+            # All tensors are saved, so that activation checkpointing frees them.
+            constants = {name: x for name, x in vars(blocks).items() if isinstance(x, Tensor)}
+            removed: dict[str, Any] = dict.fromkeys(constants)
+            ctx.blocks, ctx.names = replace(blocks, **removed), list(constants)
+            ctx.sizes = [len(weights), len(means), len(counts)]
+            saved = [q, k, v, k_window, v_window, *weights, *means, *counts]
+            ctx.save_for_backward(*saved, *constants.values())
         ctx.mark_non_differentiable(count)
         ctx.by_distance_shape = None if by_distance is None else by_distance.shape
         return out, None if cache is None else cache.mean, count
@@ -142,9 +144,9 @@ class _Attention(torch.autograd.Function):
     def backward(
         ctx: Any, d_out: Tensor, d_mean: Tensor | None, d_count: None
     ) -> tuple[Tensor | None, ...]:
-        blocks: Blocks = ctx.blocks
         q, k, v, k_window, v_window, *rest = ctx.saved_tensors
-        weights, means = rest[: ctx.n_tiles], rest[ctx.n_tiles :]
+        weights, means, counts = ([rest.pop(0) for _ in range(n)] for n in ctx.sizes)
+        blocks = replace(ctx.blocks, **dict(zip(ctx.names, rest, strict=True)))
         window_len, exact = k_window.shape[1], accumulation_dtype(v.dtype)
         d_q = torch.empty_like(q)
         d_by_distance = None
@@ -158,7 +160,7 @@ class _Attention(torch.autograd.Function):
         if blocks.grad_through_cache:
             u = v.new_zeros(*blocks.count.shape, v.shape[-1], dtype=exact)
             if d_mean is not None:
-                u += d_mean * _per_token(ctx.counts[-1], exact)
+                u += d_mean * _per_token(counts[-1], exact)
         with full_precision(q.device):
             for n in reversed(range(blocks.n_blocks)):
                 k_local, v_local = _local(k_window, k, n), _local(v_window, v, n)
@@ -200,7 +202,7 @@ class _Attention(torch.autograd.Function):
                     if d_by_distance is not None:
                         d_by_distance[:, :, tile.queries] = tile.by_distance(d_s, n_code)
                 if u is not None and d_cached is not None:
-                    u.addcmul_(d_cached, _per_token(ctx.counts[n], exact))
+                    u.addcmul_(d_cached, _per_token(counts[n], exact))
         d_k, d_v = d_k.to(k.dtype), d_v.to(v.dtype)
         d_initial = None if u is None else u * blocks.count.to(exact).unsqueeze(-1)
         return (

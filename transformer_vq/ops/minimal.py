@@ -53,8 +53,8 @@ def minimal_vq_attention(
         z_local = torch.cat([z_window, z[..., block]], dim=-1)
 
         # 2. Their scores: content, plus the positional bias, which is zero beyond distance L.
-        i, j = torch.arange(n).unsqueeze(-1), torch.arange(window_len + n)
-        distance = window_len + i - j  # [i, j]
+        j = torch.arange(window_len + n, device=q.device)
+        distance = j[window_len:, None] - j  # [i, j]
         column = (window_len - distance).clamp(0, window_len).expand(*bias.shape[:3], -1, -1)
         local_bias = bias.gather(-1, column).masked_fill(distance > window_len, 0.0)
         scores_local = torch.einsum("bhgik,bhjk->bhgij", q_block, k_local) + local_bias

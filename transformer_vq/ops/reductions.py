@@ -10,10 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from transformer_vq.errors import UserError
 from transformer_vq.ops.cache import CacheStats, fraction, merge
 from transformer_vq.ops.shapes import is_symbolic
 
 REDUCTIONS = ("serial", "matmul", "associative")
+
+
+def check_reduction(name: str) -> None:
+    """Raise UserError if a reduction of `vq_attention` does not exist."""
+    known = ("auto", *REDUCTIONS, "input_scan", "triton")
+    if name not in known:
+        raise UserError(f"reduction={name!r}: choose one of {', '.join(known)}")
 
 
 def exclusive_prefix(
@@ -30,8 +38,6 @@ def exclusive_prefix(
         return first, merge(initial, blocks.blocks(0))
     if reduction in ("auto", "serial") and not is_exported:
         return _serial(blocks, initial)
-    if reduction not in REDUCTIONS and not is_exported:
-        raise ValueError(f"unknown reduction {reduction!r}; choose one of {REDUCTIONS} or 'auto'")
     scan = _matmul if reduction == "matmul" else _associative
     if is_exported:  # a fold or a tree would fix the number of blocks
         scan = _cumulative if blocks.carry is None else _matmul

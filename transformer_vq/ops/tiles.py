@@ -16,8 +16,8 @@ class Blocks:
 
     codebook: [B, s, k], count: [B, s] (s = 0 without a cache), codes: [B, n, i] of the tokens
     evicted with a block, counted: [B, n, i] False for those that do not count, window_valid:
-    [B, L]. For documents also carry: [B, n], 0 where the cache starts over, masked_local:
-    [B, n, i, L + i] and masked_cache: [B, n, i], True for what a query must not attend to.
+    [B, L]. For documents also carry: [B, n], 0 where the cache starts over, and doc_start: [b, t],
+    as in `Packing`. Masks are derived from it tile by tile: kept, they would be far larger.
     """
 
     n_blocks: int
@@ -33,8 +33,7 @@ class Blocks:
     window_valid: Tensor
     counted: Tensor
     carry: Tensor | None
-    masked_local: Tensor | None
-    masked_cache: Tensor | None
+    doc_start: Tensor | None
 
     def n_code(self, block: int) -> int:
         """Return the number of score columns for the cache."""
@@ -148,10 +147,11 @@ def tile_scores(
     if tile.block == 0:
         empty = ~blocks.window_valid[:, None, None]
         by_query[..., n_code : n_code + window_len].masked_fill_(empty, -torch.inf)
-    if blocks.masked_local is not None and blocks.masked_cache is not None:
-        rows = slice(tile.first, tile.first + tile.n_rows)
-        masked = blocks.masked_local[:, tile.block, None, rows, : tile.n_local]
-        by_query[..., n_code:].masked_fill_(masked, -torch.inf)
-        masked = blocks.masked_cache[:, tile.block, None, rows, None]
-        by_query[..., :n_code].masked_fill_(masked, -torch.inf)
+    if blocks.doc_start is not None:
+        by_row = by_query.unflatten(0, (len(blocks.doc_start), -1))  # [b, h, g, rows, keys]
+        start = blocks.doc_start[:, None, None, tile.queries, None]
+        first = tile.block * window_len - window_len
+        keys = first + torch.arange(tile.n_local, device=q.device)
+        by_row[..., n_code:].masked_fill_(keys < start, -torch.inf)
+        by_row[..., :n_code].masked_fill_(first <= start, -torch.inf)
     return scores

@@ -44,6 +44,7 @@ from transformer_vq.files import (
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import warn
 from transformer_vq.training.packaged import find_run
+from transformer_vq.training.run_list import read_config_values
 
 CONFIG, BEST = "config.json", "best"
 MODEL, TENSORS, METADATA = "model.safetensors", "training.safetensors", "training.json"
@@ -103,11 +104,13 @@ def _read_config(run: Path) -> dict[str, Any]:
             f"{values.get('format', 1)!r:.20}, this version reads {FORMAT}); train it again"
         )
     try:
-        return read_verified_json(path)
+        return read_config_values(run)
     except CorruptFileError as error:
         raise CheckpointError(
             f"{error}; restore it from a copy, or start a new run (`tvq train`)"
         ) from error
+    except UserError as error:
+        raise CheckpointError(str(error)) from error
 
 
 @contextmanager
@@ -194,7 +197,7 @@ def newest_checkpoint(run: Path) -> Checkpoint | None:
     for step in reversed(steps):
         try:
             return load_checkpoint(run, step)
-        except CheckpointError as error:
+        except UserError as error:
             warn(f"{error}; trying the checkpoint before it")
     if steps:
         raise CheckpointError(

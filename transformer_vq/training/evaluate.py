@@ -19,6 +19,7 @@ from transformer_vq.evaluation import Evaluation, Protocol, check_sizes, score
 from transformer_vq.progress import Reporter, progress_bar, reporting
 from transformer_vq.training.checkpoint import load_model, read_config, read_tokenizer
 from transformer_vq.training.packaged import find_run, is_packaged
+from transformer_vq.training.run_list import model_step
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class RunEvaluation:
 
     run: str
     checkpoint: str
+    step: int | None
+    """Step of the checkpoint; None if it is unknown."""
     dataset: str
     split: str
     seq_len: int
@@ -105,7 +108,8 @@ def evaluate(
         assert result is not None, "without `stopped` it always finishes"
         results[protocol] = result
     attention = config.model.attention
-    return RunEvaluation(name, which, corpus.dataset, split, seq_len, attention, results)
+    step = model_step(run, which)
+    return RunEvaluation(name, which, step, corpus.dataset, split, seq_len, attention, results)
 
 
 def default_split(run: Path) -> str:

@@ -11,7 +11,6 @@ import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from transformer_vq.config import ModelConfig, RunConfig
@@ -22,6 +21,7 @@ from transformer_vq.data.tokenizers import (
     Tokenizer,
     load_tokenizer,
 )
+from transformer_vq.device import meta_device
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.training.checkpoint import (
     CONFIG,
@@ -81,7 +81,7 @@ def initial_model(config: RunConfig) -> TransformerVQ:
     check_same_architecture(config)
     path = _existing(source)
     loaded = load_export(path) if is_export(path) else load_model(path)[0]
-    with torch.device("meta"):
+    with meta_device():
         model = TransformerVQ(config.model)
     model.load_state_dict(loaded.state_dict(), assign=True)
     return model

@@ -10,7 +10,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -18,8 +17,9 @@ from transformer_vq.config import ModelConfig
 from transformer_vq.data.hf_tokenizer import TEMPLATE_FILE
 from transformer_vq.data.tokenizer_files import CONFIG_FILE as TOKENIZER_CONFIG
 from transformer_vq.data.tokenizers import Tokenizer, load_tokenizer
+from transformer_vq.device import meta_device
 from transformer_vq.files import CorruptFileError, file_digest, read_json, read_verified_json
-from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.nn.model import TransformerVQ, check_tensors
 from transformer_vq.training.checkpoint import CONFIG, MODEL, CheckpointError, load_run, read_config
 from transformer_vq.training.packaged import find_run
 
@@ -105,7 +105,7 @@ def load_export(folder: Path) -> TransformerVQ:
             raise CheckpointError(
                 f"{folder / name} is missing or corrupt ({error}); export the model again"
             ) from error
-    with torch.device("meta"):
+    with meta_device():
         model = TransformerVQ(exported_config(folder))
     wanted = model.state_dict()
     wrong = sorted(
@@ -119,6 +119,7 @@ def load_export(folder: Path) -> TransformerVQ:
             "more are missing, unknown or of another shape; export the model again"
         )
     as_float = {n: x.float() if x.is_floating_point() else x for n, x in tensors.items()}
+    check_tensors(folder, as_float, model)
     model.load_state_dict(as_float, assign=True)
     return model
 
@@ -142,4 +143,7 @@ def _check_files(folder: Path) -> None:
     except CorruptFileError as error:
         raise CheckpointError(f"{error}; export the model again") from error
     if wrong:
-        raise CheckpointError(f"{folder / wrong[0]} is corrupt; export the model again")
+        raise CheckpointError(
+            f"{folder / wrong[0]} is corrupt or was edited; export the model again, or delete "
+            f"{folder / CHECKSUMS} if the change is intended"
+        )

@@ -63,7 +63,7 @@ class TrainingLoop:
         self.utilization = Utilization(config, trainer.world)
         self._mfu_note = ""
         self.step = self.saved_at = progress.step
-        self.validated_at = progress.validated_at
+        self.validated_at, self.logged_at = progress.validated_at, progress.logged_at
         self.best_loss = progress.best_loss
         self.best_bits_per_byte = progress.best_bits_per_byte
         self._note = self._codes_note = ""
@@ -138,6 +138,7 @@ class TrainingLoop:
         bits = result.nats_per_token * self._bits_per_byte("train")
         seconds = sum(self._unlogged) / len(self._unlogged)
         if is_logged:
+            self.logged_at = self.step
             self._unlogged.clear()
             codes = _mean_health(health)
             if codes:
@@ -219,7 +220,7 @@ class TrainingLoop:
             folder = self.folder / BEST
             try:
                 folder.mkdir(exist_ok=True)
-                model.save(folder / MODEL)
+                model.save(folder / MODEL, step=str(self.step))
             except OSError as error:
                 warn(f"cannot save the best model: {error}")
 
@@ -229,6 +230,7 @@ class TrainingLoop:
             "config": self.config.to_dict(),
             "corpus": self.corpus.sha256,
             "validated_at": self.validated_at,
+            "logged_at": self.logged_at,
             "best_loss": _finite(self.best_loss),
             "best_bits_per_byte": _finite(self.best_bits_per_byte),
         }

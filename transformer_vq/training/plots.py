@@ -13,6 +13,7 @@ from transformer_vq.files import CorruptFileError, read_verified_json
 from transformer_vq.progress import short
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.plot_style import COLORS, MUTED, label_end, new_figure, note, thousands
+from transformer_vq.training.run_list import checkpoint_label
 
 MIN_TOKENS = 100
 """Fewest tokens for which the mean loss of a position is drawn."""
@@ -231,7 +232,8 @@ def plot_positions(evaluation: dict[str, Any], path: Path) -> None:
                 bits = [row["nats_per_token"] / math.log(2) for row in bins]
                 label = f"{name}: {result['bits_per_byte']:.3f} bits per byte"
                 axes.plot(middles, bits, color=color, marker="o", ms=4, label=label)
-        axes.set_title(f"Loss by position, {evaluation['split']} split (bits per token)")
+        which = checkpoint_label(evaluation.get("checkpoint"), evaluation.get("step"))
+        axes.set_title(f"Loss by position, {evaluation['split']} split, {which} (bits per token)")
         axes.set_xlabel("position in the context")
         if axes.lines:
             axes.set_xscale("log", base=2)

@@ -10,6 +10,7 @@ from typing import Any
 from transformer_vq.files import CorruptFileError, read_verified_json
 from transformer_vq.training.plots import MIN_TOKENS, smooth
 from transformer_vq.training.report_page import note, section, table
+from transformer_vq.training.run_list import checkpoint_label, model_step
 from transformer_vq.training.svg_chart import Line, chart
 
 CLIPPED = 0.1
@@ -88,6 +89,7 @@ def evaluation_section(run: Path) -> str:
         try:
             evaluation = read_verified_json(path)
             rows, figure = _evaluation(evaluation)
+            notes += _outdated(run, evaluation)
         except (CorruptFileError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = error if isinstance(error, CorruptFileError) else "it has an unknown format"
             notes.append(note(f"{path.name} is left out: {why}"))
@@ -98,16 +100,26 @@ def evaluation_section(run: Path) -> str:
     return section("Evaluation", table(heads, results, range(2, 6)), _grid(charts), *notes)
 
 
+def _outdated(run: Path, evaluation: Row) -> list[str]:
+    """Return a note if the best model has changed since an evaluation of it."""
+    step = model_step(run, "best")
+    if evaluation["checkpoint"] != "best" or evaluation.get("step") == step:
+        return []
+    now = checkpoint_label("best", step)
+    return [note(f"The evaluation of {evaluation['split']} is not of the current model ({now}).")]
+
+
 def _evaluation(evaluation: Row) -> tuple[list[tuple[str, ...]], str]:
     """Return a row per protocol, and the chart of the loss by position."""
     rows: list[tuple[str, ...]] = []
     lines = []
     split = str(evaluation["split"])
+    which = checkpoint_label(evaluation["checkpoint"], evaluation.get("step"))
     for number, (name, result) in enumerate(evaluation["protocols"].items()):
         words = result.get("word_perplexity")
         rows.append(
             (
-                f"{split} ({evaluation['checkpoint']})",
+                f"{split} ({which})",
                 str(name),
                 f"{result['bits_per_byte']:.4f}",
                 f"{result['nats_per_token']:.4f}",

@@ -18,6 +18,8 @@ class Progress:
     """Number of completed steps."""
     validated_at: int = 0
     """Step of the last validation; 0 before the first one."""
+    logged_at: int = 0
+    """Step of the last training row in metrics.jsonl; 0 before the first one."""
     best_loss: float = math.inf
     """Lowest validation loss, in nats per token."""
     best_bits_per_byte: float = math.inf
@@ -31,6 +33,7 @@ class Progress:
         return cls(
             checkpoint.step,
             metadata["validated_at"],
+            metadata.get("logged_at", 0),
             math.inf if best_loss is None else best_loss,
             math.inf if best_bits is None else best_bits,
         )

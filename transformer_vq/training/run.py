@@ -21,6 +21,7 @@ from transformer_vq.parallel.strategy import check_mesh
 from transformer_vq.parallel.world import World, join_world
 from transformer_vq.progress import Reporter, reporting, warn
 from transformer_vq.training.checkpoint import (
+    BEST,
     CONFIG,
     CheckpointError,
     load_checkpoint,
@@ -36,6 +37,7 @@ from transformer_vq.training.extension import (
     find_checkpoint,
     report_changes,
 )
+from transformer_vq.training.history import NAME as HISTORY
 from transformer_vq.training.history import Event, record
 from transformer_vq.training.initial import (
     check_same_architecture,
@@ -45,9 +47,11 @@ from transformer_vq.training.initial import (
 )
 from transformer_vq.training.loop import TrainingLoop
 from transformer_vq.training.memory import check_memory, choose_accumulation, memory_per_process
+from transformer_vq.training.metrics import NAME as METRICS
 from transformer_vq.training.metrics import check_loggers, rewind
 from transformer_vq.training.packaged import find_run, is_packaged
 from transformer_vq.training.result import Progress, TrainingResult
+from transformer_vq.training.run_list import CHECKPOINTS
 from transformer_vq.training.step import Trainer
 
 
@@ -201,7 +205,7 @@ def _resume(
             if step < done:
                 remove_checkpoints_after(run, step)
             restore_best(run, checkpoint)
-            rewind(run, progress.step, progress.validated_at)
+            rewind(run, progress.step, progress.logged_at, progress.validated_at)
             write_config(run, config, tokenizer)
         return _run_loop(TrainingLoop(run, config, corpus, batches, trainer, progress))
 
@@ -229,6 +233,9 @@ def _check_is_new(run: Path, world: World) -> None:
         )
     if run.exists() and not run.is_dir():
         raise CheckpointError(f"{run} is a file; use another --out")
+    for name in (METRICS, HISTORY, CHECKPOINTS, BEST):
+        if (run / name).exists():
+            raise CheckpointError(f"{run} contains {name} of something else; use another --out")
 
 
 @contextmanager

@@ -13,9 +13,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from safetensors import SafetensorError, safe_open
+
 from transformer_vq.config import RunConfig
+from transformer_vq.config.run import FREE_FIELDS
 from transformer_vq.errors import UserError
-from transformer_vq.files import read_verified_json
+from transformer_vq.files import CorruptFileError, read_json, read_verified_json
 
 Status = Literal["finished", "stopped", "running", "no checkpoint", "corrupt"]
 
@@ -96,9 +99,59 @@ def summarize(run: Path) -> RunSummary:
 
 def read_run_config(run: Path) -> RunConfig:
     """Return the config of a run, written by any version whose settings are still the same."""
-    values = read_verified_json(run / CONFIG)
+    return _run_config(read_config_values(run))
+
+
+def _run_config(values: dict[str, Any]) -> RunConfig:
     sections = {field.name for field in fields(RunConfig)}
     return RunConfig.from_stored({name: x for name, x in values.items() if name in sections})
+
+
+def read_config_values(run: Path) -> dict[str, Any]:
+    """Return the content of config.json; raise UserError if it was edited or is corrupt.
+
+    The message names the edited fields, as far as a checkpoint shows what they were.
+    """
+    path = run / CONFIG
+    try:
+        return read_verified_json(path)
+    except CorruptFileError as error:
+        try:
+            recorded = _run_config(_newest_metadata(run)["config"])
+            values = read_json(path)
+        except (UserError, LookupError, AttributeError):
+            raise error from None
+        try:
+            changed = recorded.differences(_run_config(values))
+        except (UserError, AttributeError) as invalid:
+            raise UserError(f"{path} was edited: {invalid}; undo the edit") from None
+        if not changed:
+            raise
+        named = ", ".join(f"{name} ({old} -> {new})" for name, (old, new) in changed.items())
+        advice = "; such changes need a new run (`tvq train`)"
+        if changed.keys() <= FREE_FIELDS:
+            names = " ".join(f"--{name.replace('_', '-')} ..." for name in changed)
+            advice = f", and use `tvq resume {run} {names}` to change the run"
+        raise UserError(f"{path} was edited: {named}; undo the edit{advice}") from None
+
+
+def model_step(run: Path, checkpoint: str) -> int | None:
+    """Return the step of a model that `load_model` describes by `checkpoint`, if it is known."""
+    if checkpoint != "best":
+        step = checkpoint.removeprefix("step ")
+        return int(step) if step.isdecimal() else None
+    try:
+        with safe_open(run / "best" / MODEL, framework="numpy") as file:
+            return int((file.metadata() or {})["step"])
+    except (OSError, SafetensorError, LookupError, ValueError):
+        return None
+
+
+def checkpoint_label(checkpoint: object, step: object) -> str:
+    """Return the name of an evaluated checkpoint with its step, such as "best, step 1,200"."""
+    if checkpoint != "best":
+        return str(checkpoint)
+    return f"best, step {step:,}" if isinstance(step, int) else "best"
 
 
 def dataset_name(config: RunConfig) -> str:

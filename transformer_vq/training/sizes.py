@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from transformer_vq.config import ModelConfig, RunConfig
-from transformer_vq.device import find_device, has_fast_bf16
+from transformer_vq.device import find_device, has_fast_bf16, meta_device
 from transformer_vq.errors import UserError
 from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
@@ -56,7 +56,7 @@ def sizes(config: RunConfig) -> Sizes:
     run cannot be divided among that mesh.
     """
     check_mesh(config, config.parallel)
-    with torch.device("meta"):
+    with meta_device():
         model = TransformerVQ(replace(config.model, n_layer=1), reduction=config.train.reduction)
     mesh = config.parallel
     n_shards = mesh.fsdp * mesh.cp if mesh.fsdp > 1 else 1

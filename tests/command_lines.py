@@ -24,7 +24,7 @@ OPTIONS = option_classes()
 MODEL = "--model.d-model 8 --model.n-layer 1 --model.d-k 4 --model.n-code 4 --model.block-len 4"
 TRAIN = (
     "--train.steps 2 --train.batch-size 2 --train.seq-len 16 --train.backprop-len 8 "
-    "--train.eval-tokens 20 --train.device cpu"
+    "--train.eval-tokens 20 --train.device cpu --optim.warmup 0"
 )
 TINY = f"{MODEL} --model.vocab-size 256 {TRAIN}"
 SHAPE = "--d-model 8 --n-layer 1 --d-k 4 --n-code 4 --block-len 4 --device cpu"

@@ -142,11 +142,7 @@ def parse(
     if note:
         settings["description"] = f"{inspect.getdoc(kind)}\n\n{note}"
     try:
-        with (
-            contextlib.redirect_stderr(box),
-            contextlib.redirect_stdout(help_text),
-            help_text.wide_enough(),
-        ):
+        with contextlib.redirect_stderr(box), contextlib.redirect_stdout(help_text):
             options, unknown = tyro.cli(
                 kind,
                 args=arguments,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, get_origin
 
@@ -26,8 +24,6 @@ from transformer_vq.cli.messages import is_flag
 from transformer_vq.config import RunConfig
 from transformer_vq.config.files import SECTIONS
 
-MIN_COLUMNS = 60
-"""In narrower terminals, the boxes of tyro would break options and words."""
 METAVARS: dict[Any, str] = {str: "STR", int: "INT", float: "FLOAT", Path: "PATH"}
 
 
@@ -37,7 +33,6 @@ class HelpText(io.StringIO):
     def __init__(self) -> None:
         super().__init__()
         self._output = sys.stdout  # determines colors and the characters of frames
-        self._columns = shutil.get_terminal_size().columns
 
     def isatty(self) -> bool:
         return self._output.isatty()
@@ -46,42 +41,12 @@ class HelpText(io.StringIO):
     def encoding(self) -> str:  # type: ignore[override]
         return self._output.encoding
 
-    @contextmanager
-    def wide_enough(self) -> Iterator[None]:
-        """Let tyro write lines of at least MIN_COLUMNS; it reads the width from COLUMNS."""
-        before = os.environ.get("COLUMNS")
-        os.environ["COLUMNS"] = str(max(self._columns, MIN_COLUMNS))
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ["COLUMNS"]
-            else:
-                os.environ["COLUMNS"] = before
-
     def wrapped(self) -> str:
-        """Return the text, wrapped to the width of the terminal; narrow ones get no boxes."""
+        """Return the text with its description wrapped to the width of the terminal."""
+        width = shutil.get_terminal_size().columns
+        fill = textwrap.TextWrapper(width, break_on_hyphens=False).fill
         lines = self.getvalue().split("\n")
-        if self._columns < MIN_COLUMNS:
-            return "\n".join(_narrow(line, self._columns) for line in lines)
-        return "\n".join(textwrap.fill(x, self._columns) if x[:1].isalpha() else x for x in lines)
-
-
-def _narrow(line: str, columns: int) -> str:
-    """Return a line without its box, and without breaks inside a word."""
-    is_inside = line.startswith(("\u2502", "  "))
-    text = line.strip("\u2502\u256d\u256e\u2570\u256f\u2500 ")
-    if not text.strip("-"):  # a rule
-        return ""
-    indent = "  " if text.startswith("-") else "      " if is_inside else ""
-    return textwrap.fill(
-        text,
-        columns,
-        initial_indent=indent,
-        subsequent_indent="      " if indent else "",
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+        return "\n".join(fill(x) if x[:1].isalpha() else x for x in lines)
 
 
 def option_rules(hidden: Collection[str] = ()) -> ConstructorRegistry:

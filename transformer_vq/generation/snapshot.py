@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -52,8 +53,11 @@ class Snapshots:
         self._model = model
         self.identity = _identity(model)
         self._header = _header(model)
-        attentions = [x for x in model.branches if isinstance(x, VQAttention)]
-        self._codebooks = [x.quantizer.codebook.cpu() for x in attentions]
+
+    @functools.cached_property
+    def _codebooks(self) -> list[Tensor]:
+        attentions = [x for x in self._model.branches if isinstance(x, VQAttention)]
+        return [x.quantizer.codebook.cpu() for x in attentions]
 
     def save(self, path: Path, context: Context) -> None:
         """Write logits, state and the identity of the model to one file, atomically."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,12 +103,8 @@ def run(arguments: list[str]) -> None:
     from transformer_vq.serve.server import serve
 
     with ExitStack() as held:
-        # On a thread that ends: its OpenMP threads, next to those of the engine, would be more than
-        # there are cores, and libgomp would put all of them to sleep after every operation.
-        with ThreadPoolExecutor(1) as loading:
-            service = loading.submit(_service, name, options, key, held).result()
         serve(
-            service,
+            _service(name, options, key, held),
             options.host,
             options.port,
             options.allow_hosts,

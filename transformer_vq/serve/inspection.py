@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import APIRouter
@@ -65,13 +64,7 @@ async def _inspect(service: Service, body: InspectBody, client: HTTPRequest) -> 
         found = inspect_tokens(service.engine.model, tokens, context=context, n_codes=body.n_codes)
         return found.to_dict()
 
-    # Not in the thread pool of all other requests, and on a thread that ends, as do its OpenMP
-    # threads: see `transformer_vq.threads`.
-    thread = ThreadPoolExecutor(1)
-    try:
-        found = await asyncio.get_running_loop().run_in_executor(thread, work)
-    finally:
-        thread.shutdown(wait=False)
+    found = await asyncio.to_thread(work)  # not in the thread pool of all other requests
     names = [token_name(service.tokenizer, token) for token in tokens]
     position = 0 if start is None else start.n_tokens
     return {"position": position, "tokens": tokens, "texts": names} | found

@@ -90,7 +90,7 @@ def test_a_run_starts_from_an_exported_folder(source, tmp_path, shards):
 
     weights = sorted(folder.glob("*.safetensors"))[-1]
     weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\1\0")
-    with pytest.raises(CheckpointError, match=r"corrupt; export the model again"):
+    with pytest.raises(CheckpointError, match=r"corrupt or was edited; export the model again"):
         initial_model(config)
 
 

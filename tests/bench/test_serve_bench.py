@@ -50,7 +50,7 @@ def test_load_sees_complete_cancelled_and_rejected_requests(tmp_path):
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_hostile_request_is_answered_and_hurts_nobody(tmp_path, monkeypatch, name):
+def test_hostile_request_is_answered_and_leaves_others_unchanged(tmp_path, monkeypatch, name):
     monkeypatch.setattr("transformer_vq.bench.serve_hostile.IDLE_SECONDS", 0.2)
     with running(a_service(tmp_path)) as client:
         ask = {"prompt": "the cat", "max_tokens": 5, "seed": 0}

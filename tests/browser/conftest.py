@@ -78,7 +78,7 @@ def server_with_key(run, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def new_server(run, tmp_path_factory):
-    """Return a server that nobody has visited, for the tests of the first visit."""
+    """Start a server without visitors, for the tests of the first visit."""
     with serving(run, tmp_path_factory.mktemp("new")) as url:
         yield url
 

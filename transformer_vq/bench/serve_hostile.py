@@ -89,7 +89,7 @@ ATTACKS: dict[str, Attack] = {
     "temperature that overflows": _completion(200, temperature=1e-38, max_tokens=2),
     "upload of 10^9 rows": _upload({"logits": ("F32", [10**9, 0], b"")}, 400),
     "upload of another dtype": _upload({"logits": ("I8", [1, 4096], bytes(4096))}, 400),
-    "upload that is no file": _sends(CONTEXTS, b"\xff" * 1000, 400, kind=BINARY),
+    "upload that is not a snapshot": _sends(CONTEXTS, b"\xff" * 1000, 400, kind=BINARY),
     "half a header": _idles(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nX: "),
     "half a body": _idles(
         b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"

@@ -19,7 +19,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,data,config,image,log,compress,hf,serve,triton]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,data,image,log,compress,hf,serve,triton]'
 	@touch $@
 
 $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
@@ -61,14 +61,13 @@ transformers-tests: $(CLIENTS_STAMP)  ## run the common tests of transformers ag
 	$(BIN)/python tests/clients/transformers_suite.py
 
 demo: $(DEMO_STAMP)  ## generate text with the model in the package, train a small one in minutes
-	@$(BIN)/tvq bench demo
+	@$(BIN)/tvq demo
 
 bench: $(STAMP)  ## record time and memory up to 131,072 tokens (15 minutes on two cores)
-	$(BIN)/tvq bench train --head-types shga --kinds full auto --d-model 256 --n-layer 2 \
+	$(BIN)/python benchmarks/train.py --head-types shga --kinds full auto --d-model 256 --n-layer 2 \
 		--checkpoint-activations on --repeats 2 --time-limit 100 --out benchmarks/scaling.json --overwrite
-	$(BIN)/tvq plot benchmarks/scaling.json
-	$(BIN)/tvq bench documents --out benchmarks/documents.json --overwrite
-	$(BIN)/tvq bench context --out benchmarks/context.json --overwrite
+	$(BIN)/python benchmarks/documents.py --out benchmarks/documents.json --overwrite
+	$(BIN)/python benchmarks/context.py --out benchmarks/context.json --overwrite
 
 docs: $(DOCS_STAMP)  ## build the documentation in site/
 	$(BIN)/python docs/generate_commands.py
@@ -79,7 +78,7 @@ docs-serve: $(DOCS_STAMP)  ## serve the documentation on http://127.0.0.1:8000
 
 figures: $(STAMP)  ## draw all figures again from the recorded measurements
 	$(BIN)/python docs/assets/idea.py
-	$(BIN)/python docs/assets/figures.py
+	$(BIN)/python benchmarks/figures.py
 
 clean:  ## remove .venv, build files and caches
 	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,7 +12,6 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from unittest import mock
 
-from transformer_vq.cli.bench import BENCHES
 from transformer_vq.cli.main import COMMANDS, main
 
 PAGE = Path(__file__).parent / "reference" / "commands.md"
@@ -57,7 +56,7 @@ def without_boxes(text: str) -> str:
 
 def page() -> str:
     """Return the text of the page."""
-    commands = [[], *([name] for name in COMMANDS), *(["bench", name] for name in BENCHES)]
+    commands = [[], *([name] for name in COMMANDS)]
     sections = [
         f"## {' '.join(['tvq', *command])}\n\n```text\n{help_text(command)}\n```\n"
         for command in commands

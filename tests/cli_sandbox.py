@@ -17,34 +17,22 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from urllib.error import URLError
 
 import numpy as np
 import torch
-from command_lines import BASES, TINY
+from command_lines import TINY
 from forked import Ended, import_commands, run_forked
 
-from transformer_vq.bench import (
-    context,
-    decode,
-    equality,
-    kernels,
-    profile,
-    tokenize,
-    train,
-    trials,
-)
-from transformer_vq.bench.trial import run_trial
+import transformer_vq.demo
+import transformer_vq.doctor
+from transformer_vq.cli import demo
 from transformer_vq.cli import main as cli
 from transformer_vq.cli.arguments import parse
-from transformer_vq.cli.bench import demo
 from transformer_vq.cli.train import TrainOptions
-from transformer_vq.config import DataConfig, RunConfig
-from transformer_vq.data.sources import enwik8
-from transformer_vq.doctor import examine, isolated, speed
-from transformer_vq.errors import UserError, is_out_of_memory
+from transformer_vq.config import RunConfig
+from transformer_vq.errors import is_out_of_memory
 from transformer_vq.presets import PRESETS
 from transformer_vq.serve import server
 from transformer_vq.training.step import Trainer
@@ -117,7 +105,8 @@ class Sandbox:
             Trainer.step = and_stop  # type: ignore[method-assign]
 
         bytes_ = [*TINY.split(), "--train.steps", "4", "--train.eval-every", "1"]
-        books = ["--model.vocab-size", "300", "--data.dataset", "pg19", "--data.path", "books"]
+        books = ["--model.vocab-size", "270", "--data.dataset", "pg19", "--data.path", "books"]
+        books += ["--data.tokenizer", "bpe"]
         fast = ["--model.block-len", "64"]  # images are long prompts
         runs = {
             "text-run": ["--data.path", "texts"],
@@ -132,9 +121,6 @@ class Sandbox:
             self._must(0, ["eval", name])
         self._must(0, ["sample", "text-run", "--tokens", "0", "--save-state", "state.safetensors"])
         shutil.copytree(self.work / "text-run", self.work / "corrupt-run")
-        (line,) = (x for x in BASES["bench decode"] if "gpt2" not in x)
-        self._must(0, ["bench", "decode", *line.split(), "--out", "decode.json"])
-        shutil.copy(self.work / "text-run" / "evaluation-test.json", self.work / "evaluation.json")
 
     def _must(
         self, status: int, line: list[str], prepare: Callable[[], object] | None = None
@@ -151,7 +137,7 @@ def warm_up() -> None:
 
     import_commands()
     # tyro caches the types that it has seen.
-    for command in ("train", "bench profile", "eval", "sample"):
+    for command in ("train", "eval", "sample"):
         run_help = [*command.split(), "--help"]
         with open(os.devnull, "w") as nothing:
             out, sys.stdout = sys.stdout, nothing
@@ -202,34 +188,22 @@ def _enter(sandbox: Sandbox) -> None:
     warnings.resetwarnings()  # tests turn them into errors
     torch.use_deterministic_algorithms(False)
     torch.compile = lambda function=None, **_: function  # compiling takes half a minute
-    enwik8.urlopen = _no_network
-    for module in (train, decode, profile, isolated, speed):
-        module.in_subprocess = _in_this_process  # type: ignore[attr-defined]
-    tokenize._prepare_alone = _prepare_nothing
-    tokenize.LIBRARY_BYTES = 100_000
-    context.LENGTHS, context.N_PROCESSES = (8, 16), 1  # type: ignore[assignment]
-    context.run_processes = lambda work, n, folder, _: work(0, n, folder)
-    all_tasks = examine._tasks
-    examine._tasks = lambda *arguments: all_tasks(*arguments)[::8]
-    examine._measure = lambda *_: (None, [])
+    torch.hub.download_url_to_file = _no_network
+    transformer_vq.doctor.in_subprocess = _in_this_process  # type: ignore[assignment]
+    all_groups = transformer_vq.doctor.groups
+    transformer_vq.doctor.groups = lambda *arguments: {
+        key: group for key, group in all_groups(*arguments).items() if key[2] == "float64"
+    }
     demo.PRESETS = {"tiny": _tiny_run()}
-    equality.differences = lambda: iter([("shga", "serial", 1e-16, 1e-15)])
-    kernels._launches = lambda layer, dtype: []
-    trials._start = _trial_in_this_process
+    transformer_vq.demo.differences = lambda: iter([("shga", "serial", 1e-16, 1e-15)])
     server.Server.run = _close
     sys.addaudithook(lambda event, details: _watch(sandbox.root, event, details))
 
 
 def _tiny_run() -> RunConfig:
-    """Return a config that `tvq bench demo` trains in well under a second."""
+    """Return a config that `tvq demo` trains in well under a second."""
     line = [*TINY.split(), "--data.path", "texts"]
     return parse(TrainOptions, line, "train tiny", TrainOptions(PRESETS["tiny"], Path("x"))).run
-
-
-def _prepare_nothing(config: DataConfig, vocab_size: int | None) -> dict[str, float]:
-    """Replace a preparation in a new interpreter."""
-    Path(config.cache_folder).mkdir()
-    return {"seconds": 1.0, "learning": 1.0, "peak_mb": 1.0}
 
 
 def _no_network(*_: object, **__: object) -> None:
@@ -254,17 +228,6 @@ def _close(self: server.Server, sockets: list[socket.socket]) -> None:
     """Replace a server that would run until a signal."""
     for listener in sockets:
         listener.close()
-
-
-def _trial_in_this_process(trial: trials.Trial, runs: Path, jobs: int) -> Any:
-    """Run a trial without starting a new interpreter; return a process that has ended."""
-    spec = trials.write_spec(trial, runs)
-    try:
-        status = run_trial(spec)
-    except UserError as error:
-        status = 1
-        (runs / f"{trial.name}.log").write_text(str(error))
-    return SimpleNamespace(returncode=status, poll=lambda: status)
 
 
 def _watch(root: Path, event: str, details: tuple[Any, ...]) -> None:
@@ -319,7 +282,7 @@ def _write_odd_files(work: Path) -> None:
     lines += ["[train]", "steps = 2", "batch_size = 2", "seq_len = 16", "backprop_len = 8"]
     lines += ["eval_tokens = 20", 'device = "cpu"', "[data]", 'path = ["texts"]']
     (work / "my.toml").write_text("\n".join(lines))
-    (work / "my.yaml").write_text("preset: tiny\nmodel:\n  n-code: 8\n")
+    (work / "my.json").write_text('{"preset": "tiny", "model": {"n-code": 8}}')
     (work / "broken.toml").write_text("[model\nn_code = 3")
     (work / "empty.txt").write_text("")
     (work / "empty-folder").mkdir()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from transformer_vq.cli.bench import BENCHES
 from transformer_vq.cli.completion import option_classes
 from transformer_vq.cli.main import COMMANDS
 from transformer_vq.presets import PRESETS
@@ -27,16 +26,16 @@ TRAIN = (
     "--train.eval-tokens 20 --train.device cpu --optim.warmup 0"
 )
 TINY = f"{MODEL} --model.vocab-size 256 {TRAIN}"
-SHAPE = "--d-model 8 --n-layer 1 --d-k 4 --n-code 4 --block-len 4 --device cpu"
 
 BASES: dict[str, tuple[str, ...]] = {
     "train": (
         f"tiny {TINY} --data.path texts --out new-run",
         f"small {TINY} --data.path texts --train.eval-every 1 --out new-run --json",
-        f"pg19-1.3b {MODEL} {TRAIN} --model.vocab-size 300 --data.path books --out new-run",
+        f"pg19-1.3b {MODEL} {TRAIN} --model.vocab-size 270 --data.tokenizer bpe --data.path books"
+        " --out new-run",
         f"imagenet64-190m {TINY} --data.dataset images --data.path images --out new-run",
         f"enwik8-190m {TINY} --data.path texts/0.txt --out new-run",
-        f"tiny {TINY} --data.path texts books/train --data.weights 1 2 --out new-run",
+        f"tiny {TINY} --data.path texts books/train --out new-run",
         "--config my.toml --out new-run",
         "small --config my.toml --train.steps 1",
     ),
@@ -61,7 +60,7 @@ BASES: dict[str, tuple[str, ...]] = {
     ),
     "serve": (
         "text-run --port 0",
-        "books-run --port 0 --slots 2 --store new-store --prefix-disk-mb 1",
+        "books-run --port 0 --slots 2 --store new-store --prefix-memory-mb 1",
         "full-run --port 0",
         "image-run --port 0",
         "corrupt-run --port 0",
@@ -69,8 +68,8 @@ BASES: dict[str, tuple[str, ...]] = {
     "prepare": (
         "text --path texts",
         "text --path odd-texts --cache new-cache",
-        "pg19 --path books --vocab-size 290 --json",
-        "pg19 --path books --tokenizer books-run/tokenizer.model",
+        "pg19 --path books --tokenizer bpe --vocab-size 270 --json",
+        "pg19 --path books --tokenizer books-run/tokenizer.json",
         "images --path images --cache new-cache",
         "imagenet64 --path npz",
         "enwik8",
@@ -84,68 +83,25 @@ BASES: dict[str, tuple[str, ...]] = {
         "corrupt-run new-export",
     ),
     "info": (*PRESETS, "text-run", "books-run --json", "corrupt-run", "--config my.toml"),
-    "config": (*PRESETS, "text-run --format json", "--config my.yaml --changed-only"),
+    "config": (*PRESETS, "text-run --format json", "--config my.json --changed-only"),
     "runs": ("", ".", "--sort loss --json", "texts", "text-run --sort name"),
-    "report": ("text-run --samples 1", "image-run", "full-run --samples 0", "corrupt-run --out x"),
     "plot": (
-        *("text-run", "full-run", "image-run", "decode.json", "evaluation.json --out new.png"),
+        *("text-run", "full-run", "image-run"),
         *("text-run full-run", "text-run image-run --x time --out new.png"),
     ),
     "doctor": ("--device cpu --quick", "--device cpu --quick --out new.md --json"),
-    "bench train": (
-        f"{SHAPE} --lengths 8 16 --head-types shga --kinds full auto --repeats 1",
-        f"{SHAPE} --quick --lengths 8 --kinds sdpa --time-limit 1 --repeats 1 --out new.json",
-    ),
-    "bench documents": (f"{SHAPE} --seq-len 32 --document-len 8 --repeats 1 --json",),
-    "bench ablate": (
-        f"tiny {TINY} --data.path texts --codes 2 --seeds 1 --out new-ablation",
-        f"{TINY} --data.path texts --codes 2 --seeds 1",
-    ),
-    "bench variants": (
-        f"tiny {TINY} --data.path texts --variants vq --seeds 1 --out new.json",
-        f"{TINY} --data.path texts --variants a full:model.attention=full --seeds 1 --json",
-    ),
-    "bench scaling": (
-        f"tiny {TINY} --data.path texts --codes 2 3 --sizes 8x1 --seeds 1 --out new.json",
-    ),
-    "bench recall": (
-        "--d-model 8 --n-layer 1 --d-k 4 --block-len 4 --steps 2 --step-tokens 64 --train-len 32 "
-        "--lengths 20 32 --eval-sequences 2 --pairs 2 --copied 4 --value-len 2 --codes 3 --seeds 1 "
-        "--models full vq --out new.json",
-    ),
-    "bench compress": (
-        "--data.path texts/0.txt --train-path texts/1.txt --orders 0 --json",
-        "text-run --data.path texts --out new.json",
-    ),
-    "bench profile": (f"tiny {TINY} --data.path texts --steps 1 --out new.json",),
-    "bench decode": (
-        "--preset tiny --contexts 8 --batches 1 --kinds vq --prefills 8 --device cpu",
-        "--preset tiny --contexts 8 --batches 1 --kinds gpt2 --prefills --out new.json",
-    ),
-    "bench serve": (
-        "full-run --text texts/0.txt --clients 1 --minutes 0.001 --requests 1 --max-prompt 4",
-        "corrupt-run --text texts/0.txt --json",
-    ),
-    "bench first-token": (
-        "full-run --text texts/0.txt --tokens 8 --gpt2-tokens",
-        "corrupt-run --text texts/0.txt --tokens 8 --json",
-    ),
-    "bench tokenize": ("--path texts --vocab-size 300 --megabytes 1 --json",),
-    "bench context": ("--out new.json",),
-    "bench kernels": ("--targets sm_80 --dtypes bf16 --json", "--out new.json"),
-    "bench compare": ("text-run full-run --json", "text-run --out new.json", "corrupt-run"),
-    "bench demo": ("--steps 1 --out new-run", "--out new-run"),
+    "demo": ("--steps 1 --out new-run", "--out new-run"),
 }
 """Valid command lines that run in well under a second; odd options are added to them."""
 
 KNOWN: dict[str, tuple[str, ...]] = {
-    "paths": ("text-run", "full-run", "decode.json"),
+    "paths": ("text-run", "full-run"),
     "folder": (".", "texts", "text-run", "new-export"),
     "path": ("texts", "texts/0.txt", "books", "images", "npz", "books/train", "odd-texts"),
     "out": ("new-run", "new.json", "new.png", "folder/new"),
-    "tokenizer": ("books-run/tokenizer.model",),
+    "tokenizer": ("books-run/tokenizer.json",),
     "cache": ("new-cache", "~/cache"),
-    "config": ("my.toml", "my.yaml", "broken.toml", "text-run", "text-run/config.json"),
+    "config": ("my.toml", "my.json", "broken.toml", "text-run", "text-run/config.json"),
     "init_from": ("text-run", "full-run", "text-run/best/model.safetensors"),
     "device": ("cpu", "auto"),
     "wandb": ("project",),
@@ -184,7 +140,7 @@ STRANGE = ("a\nb", "tab\there", "\x1b[31m", "\x01", "100%", "{}", "'\"", "\\", "
 PATHS = (
     *("texts", "odd-texts", "note.txt", "nothing", "nothing/below", "note.txt/below", "."),
     *("empty-folder", "empty.txt", "words.jsonl", "image.png", "broken.png", "text-run"),
-    *("image-run", "state.safetensors", "decode.json", "evaluation.json", "unreadable.txt"),
+    *("image-run", "state.safetensors", "unreadable.txt"),
     *("pipe", "/dev/null", "/dev/zero", "/dev/full", "/dev/null/x", "/proc/nothing", "~/x"),
     *("~unknown-user/x", "loop", "broken-link", "link.txt", "new\nline.txt", "\udcff.txt"),
     *("corrupt-run", "text-run/config.json", "text-run/best/model.safetensors", "x" * 300, ""),
@@ -312,11 +268,11 @@ def _other_words(rng: random.Random, command: str) -> list[str]:
     first = (
         ["help", "--help", "-h", "--version"]
         if command == "help"
-        else [*ODD, "trian", "TRAIN", "bench"]
+        else [*ODD, "trian", "TRAIN", "demos"]
     )
     words = [*([rng.choice(first)] if rng.random() < 0.95 else [])]
     for _ in range(rng.randrange(3)):
-        words.append(rng.choice([*COMMANDS, *BENCHES, *PRESETS, "--help", "--json", *ODD]))
+        words.append(rng.choice([*COMMANDS, *PRESETS, "--help", "--json", *ODD]))
     return words
 
 

@@ -5,7 +5,6 @@ import random
 from transformer_vq import Sampling
 from transformer_vq.data.tokenizers import ByteTokenizer
 from transformer_vq.generation.prefill import prefill
-from transformer_vq.generation.snapshot import Snapshots
 from transformer_vq.generation.text import sample_text
 from transformer_vq.serve.engine import Engine
 from transformer_vq.serve.prefixes import PrefixStore
@@ -15,16 +14,16 @@ TOKENIZER = ByteTokenizer(end_of_document=True)
 MEGABYTE = 2**20
 
 
-def make_engine(model, n_slots=3, max_waiting=64, memory=MEGABYTE, state_dtype=None, **options):
-    store = PrefixStore(Snapshots(model), memory, **options)
-    return Engine(model, TOKENIZER, store, n_slots, max_waiting, state_dtype=state_dtype)
+def make_engine(model, n_slots=3, max_waiting=64, memory=MEGABYTE):
+    store = PrefixStore(memory)
+    return Engine(model, TOKENIZER, store, n_slots, max_waiting)
 
 
 def a_prompt(n, seed=0):
     return [TOKENIZER.bos, *random.Random(seed).choices(range(256), k=n - 1)]
 
 
-def solo(model, request, state_dtype=None):
+def solo(model, request):
     """The text that `tvq sample` generates."""
     start = None if request.start is None else request.start.context
     context = prefill(model, [request.prompt], start) if request.prompt else start
@@ -37,7 +36,6 @@ def solo(model, request, state_dtype=None):
         seed=request.seed,
         stop=request.stop,
         stop_at_end=request.stop_at_end,
-        state_dtype=state_dtype,
     )[-1:]
     return found.text
 
@@ -53,8 +51,10 @@ def collect(engine, *requests):
 
 
 def text_of(events):
+    """The whole text, which the events before the last also give bit by bit."""
     *others, last = events
-    return "".join(e.text for e in others if isinstance(e, NewToken)) + last.text
+    assert "".join(e.text for e in others if isinstance(e, NewToken)) + last.rest == last.text
+    return last.text
 
 
 def many_requests():

@@ -24,9 +24,8 @@ from transformer_vq.cli.main import COMMANDS
 
 # Modules that commands import after parsing their arguments.
 LIBRARY = (
-    *("bench.ablate", "bench.compare", "bench.demo", "bench.documents", "bench.plots"),
-    *("doctor.examine", "doctor.report"),
-    *("data.corpus", "generation.images", "generation.snapshot", "generation.text"),
+    *("demo", "doctor"),
+    *("data.corpus", "generation.text", "generation.snapshot", "generation.text"),
     *("hf.export", "serve.server", "training.evaluate", "training.run", "training.sizes"),
 )
 

@@ -16,9 +16,11 @@ from torch import Tensor
 from transformer_vq import ModelConfig, TransformerVQ
 from transformer_vq.config import DataConfig, OptimConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
+from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.decode import DecodeState, Step, Token, attend_one_
+from transformer_vq.ops.packing import read_packing
 from transformer_vq.ops.quadratic import Phi, quadratic_vq_attention
-from transformer_vq.ops.state import AttentionState
+from transformer_vq.ops.state import VQState
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.step import StepResult, Trainer
 
@@ -81,9 +83,9 @@ class Inputs:
             self.by_distance[..., at, :],
         )
 
-    def empty_state(self, compressive_cache: bool = True) -> AttentionState:
+    def empty_state(self, compressive_cache: bool = True) -> VQState:
         b, h, _, d_k = self.k_hat.shape
-        return AttentionState.empty(
+        return VQState.empty(
             b,
             h,
             self.block_len,
@@ -131,7 +133,52 @@ def attention_inputs(
     return inputs
 
 
-def decode_all(inputs: Inputs, start: int, stop: int, state: AttentionState):
+def run_split(inputs: Inputs, cuts=(), *, document_ids=None, valid=None, cache=True, **options):
+    """Output and last state of `vq_attention` in segments; the state carries gradients."""
+    state, outputs = inputs.empty_state(cache), []
+    for start, stop in pairwise([0, *cuts, inputs.q.shape[-2]]):
+        at = slice(start, stop)
+        packing = read_packing(
+            state,
+            stop - start,
+            None if valid is None else valid[:, at],
+            None if document_ids is None else document_ids[:, at],
+        )
+        q, k_hat, z, v, codebook, by_distance = inputs.part(start, stop)
+        if packing is not None:
+
+            def gather(x: Tensor, dim: int = -2, packing=packing) -> Tensor:
+                return packing.gather(x.movedim(dim, 1)).movedim(1, dim)
+
+            q, k_hat, v, by_distance = map(gather, (q, k_hat, v, by_distance))
+            z = gather(z, -1)
+        output, state = vq_attention(
+            q, k_hat, z, v, codebook, by_distance, state, packing=packing, **options
+        )
+        if packing is not None:
+            output = packing.scatter(output.movedim(-2, 1)).movedim(1, -2)
+            state = replace(state, document=packing.document)
+        outputs.append(output)
+    return torch.cat(outputs, dim=-2), state
+
+
+def assert_equal_to_serial(inputs: Inputs, cuts=(), *, backend="auto", **options) -> None:
+    """Outputs, states and all gradients are those of the serial reduction."""
+    got, after = run_split(inputs, cuts, backend=backend, **options)
+    want, plain = run_split(inputs, cuts, reduction="serial", **options)
+    assert_close("output", got, want)
+    assert torch.equal(after.position, plain.position)
+    both = [(got, want), (after.v, plain.v)]
+    if after.cache is not None:
+        assert torch.equal(after.cache.count, plain.cache.count)
+        filled = (plain.cache.count > 0).unsqueeze(-1)
+        both.append((after.cache.mean * filled, plain.cache.mean * filled))
+        assert_close("cache", *both[-1])
+    got, want = (torch.cat([x.flatten() for x in xs]) for xs in zip(*both, strict=True))
+    assert_same_gradients(inputs.leaves(), got, want)
+
+
+def decode_all(inputs: Inputs, start: int, stop: int, state: VQState):
     """Outputs and last state of decoding the tokens from start to stop one by one."""
     codebooks = [inputs.codebook]
     decoding, outputs = DecodeState.of([state], codebooks), []
@@ -187,10 +234,16 @@ def tiny_config(**overrides) -> ModelConfig:
     return ModelConfig(**(sizes | overrides))
 
 
-def tiny_model(reduction="auto", checkpoint_activations=False, **overrides) -> TransformerVQ:
+def tiny_model(
+    reduction="auto", backend="auto", checkpoint_activations=False, **overrides
+) -> TransformerVQ:
     """A model of that config, computed in that way."""
-    execution = {"reduction": reduction, "checkpoint_activations": checkpoint_activations}
-    return TransformerVQ(tiny_config(**overrides), **execution)
+    return TransformerVQ(
+        tiny_config(**overrides),
+        reduction=reduction,
+        backend=backend,
+        checkpoint_activations=checkpoint_activations,
+    )
 
 
 def tiny_run(folder: Path, **changes: dict[str, object]) -> RunConfig:

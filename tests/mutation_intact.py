@@ -19,10 +19,11 @@ from forked import Ended, run_forked
 from mutation_commands import COMMANDS, STOPPED_AT, in_folder, small_run
 from mutation_subjects import SUBJECTS, Subject
 from mutations import choose, mutations_of
+from sentencepiece_models import train_sentencepiece
 
 from transformer_vq.config import DataConfig, RunConfig
-from transformer_vq.data.corpus import Corpus, prepare
-from transformer_vq.data.tokenizer_training import train_sentencepiece
+from transformer_vq.data.corpus import Corpus
+from transformer_vq.data.prepare import prepare
 from transformer_vq.training.run import train
 from transformer_vq.training.step import Trainer
 
@@ -112,12 +113,18 @@ def make_intact(root: Path) -> None:
     books = replace(
         config,
         model=replace(config.model, vocab_size=300),
-        data=DataConfig("pg19", path=_books(root / "texts" / "books"), cache="~/cache"),
+        data=DataConfig(
+            "pg19",
+            path=_books(root / "texts" / "books"),
+            tokenizer=str(root / "books.model"),
+            cache="~/cache",
+        ),
         train=replace(config.train, steps=3),
     )
     for path in [*home.rglob("*.txt"), *root.rglob("books/*/*.txt")]:
         os.utime(path, (1e9, 1e9))  # part of the names of corpora, which must not change
     for work in (
+        lambda: train_sentencepiece(_lines("cat"), 300, root / "books.model"),
         lambda: train(config, root / "finished"),
         lambda: _stopped(config, root / "stopped"),
         lambda: _killed(config, root / "started"),

@@ -41,7 +41,7 @@ OTHER_CORPUS = {
     "home/cache/text-*": ("other-corpus",),
     **{
         f"home/cache/text-*/{name}": (f"other-corpus/{name}",)
-        for name in ("meta.json", "train.bin", "train.starts.npy", "test.bin", "verified.json")
+        for name in ("meta.json", "tokens.bin", "train.npy", "test.npy", "manifest.json")
     },
 }
 SUBJECTS = {
@@ -49,7 +49,10 @@ SUBJECTS = {
         8,
         {"run": "stopped"},
         {
-            **{f"run/{name}": ("resume",) for name in ("config.json", "metrics.jsonl", ".lock")},
+            **{
+                f"run/{name}": ("resume",)
+                for name in ("config.json", "manifest.json", "metrics.jsonl", ".lock")
+            },
             "run/checkpoints/*": ("resume",),
             "run/checkpoints/*/*": ("resume", "resume and eval"),
             "run/best": ("resume and eval",),
@@ -132,7 +135,7 @@ SUBJECTS = {
         {"export/*": LOAD},
         {
             f"export/{name}": (f"other-export/{name}",)
-            for name in ("checksums.json", "config.json", "model.safetensors")
+            for name in ("manifest.json", "config.json", "model.safetensors")
         },
     ),
     "export with a vocabulary": Subject(

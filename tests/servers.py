@@ -42,8 +42,7 @@ def a_service(
 ):
     model = a_model() if model is None else model
     snapshots = Snapshots(model)
-    prefixes = PrefixStore(snapshots, 10**7)
-    engine = Engine(model, tokenizer, prefixes, n_slots, max_waiting)
+    engine = Engine(model, tokenizer, PrefixStore(10**7), n_slots, max_waiting)
     contexts = ContextStore(folder / "contexts", snapshots, more.pop("max_bytes", 10**7))
     return Service("small", engine, contexts, limits or Limits(), **more)
 

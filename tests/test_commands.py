@@ -44,7 +44,7 @@ FILES = """
     my-book.txt book.txt books.txt articles.txt other.txt held-out.txt prose.jsonl articles.jsonl
     train.jsonl valid.jsonl test.jsonl dump.jsonl.gz dump/1.jsonl.zst
 """
-TOO_LONG = {"bench", "doctor", "serve", "enwik8", "--push-to-hub"}  # or needs a network
+TOO_LONG = {"demo", "doctor", "serve", "enwik8"}  # or needs a network
 # Numbers in commands are divided by these.
 SCALES = {"--train.steps": 100, "--tokens": 10, "--model.vocab-size": 25, "--vocab-size": 50}
 
@@ -175,7 +175,7 @@ def test_blocks_run_in_order(page, folder, monkeypatch, capsys):
                     run(command, patch)
 
 
-@pytest.mark.parametrize("mistake", ["bench train --quik", "train tyny", "sample books --seed x"])
+@pytest.mark.parametrize("mistake", ["train tiny --quik", "train tyny", "sample books --seed x"])
 def test_a_mistake_in_a_parsed_command_is_found(mistake, capsys):
     with pytest.raises(AssertionError):
         parse(["tvq", *mistake.split()], capsys)

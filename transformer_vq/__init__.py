@@ -16,73 +16,65 @@ if TYPE_CHECKING:
         RunConfig,
         TrainConfig,
     )
-    from transformer_vq.data.corpus import Corpus, Split, prepare
+    from transformer_vq.data.corpus import Corpus, Split
+    from transformer_vq.data.prepare import prepare
     from transformer_vq.errors import UserError
     from transformer_vq.evaluation import Evaluation, score
     from transformer_vq.generation.decode import generate, stream
     from transformer_vq.generation.export import export_onnx, export_program
-    from transformer_vq.generation.images import sample_images, save_grid
     from transformer_vq.generation.inspection import Inspection, inspect_tokens
     from transformer_vq.generation.prefill import Context, prefill
     from transformer_vq.generation.sampling import Sampling
     from transformer_vq.generation.snapshot import load_context, save_context
-    from transformer_vq.generation.text import generate_text
+    from transformer_vq.generation.text import generate_text, sample_images, save_grid
     from transformer_vq.interop import load_official, official_names
-    from transformer_vq.nn.attention import FullAttention, VQAttention
-    from transformer_vq.nn.model import ModelOutput, TransformerVQ
-    from transformer_vq.nn.projections import AttentionOutput
+    from transformer_vq.nn.attention import AttentionOutput, FullAttention, VQAttention
+    from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
     from transformer_vq.nn.quantizer import CodebookHealth, CodeUsage, VectorQuantizer
-    from transformer_vq.nn.state import ModelState
     from transformer_vq.ops.blockwise import vq_attention
     from transformer_vq.ops.encoder import encoder_attention
-    from transformer_vq.ops.execution import Execution
-    from transformer_vq.ops.ragged import document_ids_from_starts
-    from transformer_vq.ops.state import AttentionState
+    from transformer_vq.ops.packing import document_ids_from_starts
+    from transformer_vq.ops.runtime import Execution
+    from transformer_vq.ops.state import AttentionState, FullState, VQState
     from transformer_vq.presets import PRESETS
     from transformer_vq.progress import Reporter, TerminalReporter
-    from transformer_vq.training.checkpoint import LoadedRun, load_run
+    from transformer_vq.training.checkpoint import LoadedRun, TrainingResult, load_run
     from transformer_vq.training.evaluate import RunEvaluation, evaluate
-    from transformer_vq.training.history import read_history
     from transformer_vq.training.metrics import read_metrics
-    from transformer_vq.training.result import TrainingResult
-    from transformer_vq.training.run import resume, train
+    from transformer_vq.training.run import read_history, resume, train
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _MODULES = {
     "config": (
         "AttentionConfig DataConfig ModelConfig OptimConfig ParallelConfig RunConfig TrainConfig"
     ),
-    "data.corpus": "Corpus Split prepare",
+    "data.corpus": "Corpus Split",
+    "data.prepare": "prepare",
     "errors": "UserError",
     "evaluation": "Evaluation score",
     "generation.decode": "generate stream",
     "generation.export": "export_onnx export_program",
-    "generation.images": "sample_images save_grid",
     "generation.inspection": "Inspection inspect_tokens",
     "generation.prefill": "Context prefill",
     "generation.sampling": "Sampling",
     "generation.snapshot": "load_context save_context",
-    "generation.text": "generate_text",
+    "generation.text": "generate_text sample_images save_grid",
     "interop": "load_official official_names",
-    "nn.attention": "FullAttention VQAttention",
-    "nn.projections": "AttentionOutput",
-    "nn.model": "ModelOutput TransformerVQ",
+    "nn.attention": "AttentionOutput FullAttention VQAttention",
+    "nn.model": "ModelOutput ModelState TransformerVQ",
     "nn.quantizer": "CodeUsage CodebookHealth VectorQuantizer",
-    "nn.state": "ModelState",
     "ops.blockwise": "vq_attention",
     "ops.encoder": "encoder_attention",
-    "ops.execution": "Execution",
-    "ops.ragged": "document_ids_from_starts",
-    "ops.state": "AttentionState",
+    "ops.runtime": "Execution",
+    "ops.packing": "document_ids_from_starts",
+    "ops.state": "AttentionState FullState VQState",
     "presets": "PRESETS",
     "progress": "Reporter TerminalReporter",
-    "training.checkpoint": "LoadedRun load_run",
+    "training.checkpoint": "LoadedRun TrainingResult load_run",
     "training.evaluate": "RunEvaluation evaluate",
-    "training.result": "TrainingResult",
-    "training.history": "read_history",
     "training.metrics": "read_metrics",
-    "training.run": "resume train",
+    "training.run": "read_history resume train",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -98,6 +90,7 @@ __all__ = [  # noqa: RUF022
     "Evaluation",
     "Execution",
     "FullAttention",
+    "FullState",
     "Inspection",
     "LoadedRun",
     "ModelConfig",
@@ -117,6 +110,7 @@ __all__ = [  # noqa: RUF022
     "TransformerVQ",
     "UserError",
     "VQAttention",
+    "VQState",
     "VectorQuantizer",
     "document_ids_from_starts",
     "encoder_attention",

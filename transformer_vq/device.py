@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from transformer_vq.errors import UserError
-from transformer_vq.ops.execution import execution_on
+from transformer_vq.ops.runtime import execution_on
 
 
 def find_device(name: str = "auto") -> torch.device:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import shlex
 
 EXTRAS = {
+    "datasets": "data",
     "fastapi": "serve",
     "lm-eval": "clients",
     "matplotlib": "plot",
     "onnxscript": "onnx",
     "pillow": "image",
     "prometheus-client": "serve",
-    "pyarrow": "data",
     "pyppmd": "compress",
-    "pyyaml": "config",
     "sentencepiece": "text",
     "tensorboard": "log",
     "tokenizers": "text",

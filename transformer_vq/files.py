@@ -1,9 +1,9 @@
 """Atomic writes and verified reads: a file is complete or absent, and corruption is detected.
 
 Every file is written under a temporary name and then renamed. Both are flushed to the disk, so that
-a power failure is survived too. Equal content gives equal files. Files that affect results carry a
-SHA-256: safetensors files in their metadata, JSON files in a field, other files in a JSON file
-next to them. Temporary names are random and created exclusively, so existing files and symbolic
+a power failure is survived too. Equal content gives equal files. Files that affect results have a
+SHA-256 in the manifest of their folder; safetensors files, which may travel alone, also have one in
+their metadata. Temporary names are random and created exclusively, so existing files and symbolic
 links are never written through. `remove_partial_files` deletes what killed processes left.
 """
 
@@ -15,7 +15,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,11 @@ from transformer_vq.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor  # imported late, so that reading JSON files stays fast
 
-DIGEST = "sha256"  # name of the checksum, in JSON objects and in safetensors metadata
+DIGEST = "sha256"  # name of the checksum in safetensors metadata
 PARTIAL = ".partial"  # suffix of temporary files and folders
+MANIFEST = "manifest.json"  # {"files": {name: SHA-256}}
+CHECKED = ".checked.json"  # status of the files when they were last compared with the manifest
+TICK = 0.02  # seconds; longer than the resolution of file times, so later changes are visible
 Header = dict[str, tuple[str, tuple[int, ...]]]
 """The tensors of a safetensors file: name -> dtype, such as F32, and shape."""
 
@@ -180,22 +184,11 @@ def read_json(path: Path) -> Any:
         raise CorruptFileError(f"{path} is not valid JSON: {error}") from error
 
 
-def write_verified_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object with its checksum, for `read_verified_json`."""
-    write_json(path, value | {DIGEST: _json_digest(value)})
-
-
-def read_verified_json(path: Path) -> dict[str, Any]:
-    """Return the object that `write_verified_json` wrote.
-
-    Raises CorruptFileError if the file is missing, invalid, or was changed.
-    """
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file; raise CorruptFileError if it is missing or invalid."""
     value = read_json(path)
-    if not isinstance(value, dict) or DIGEST not in value:
-        raise CorruptFileError(f"{path} has no checksum; it was written by another version")
-    digest = value.pop(DIGEST)
-    if digest != _json_digest(value):
-        raise CorruptFileError(f"{path} is corrupt or was edited: its checksum does not match")
+    if not isinstance(value, dict):
+        raise CorruptFileError(f"{path} is not a JSON object")
     return value
 
 
@@ -212,10 +205,110 @@ def file_digest(path: Path) -> str:
         raise CorruptFileError(f"cannot read {path}: {error.strerror or error}") from error
 
 
+def write_manifest(
+    folder: Path, names: Collection[str] | None = None, remember: bool = False
+) -> None:
+    """Write the manifest of a folder: the SHA-256 of its files. Call it last.
+
+    names: the files, relative to the folder; by default all except hidden ones.
+    remember: the files are large; `changed_files` hashes them only after they have changed.
+    """
+    if names is None:
+        paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+        visible = [p for p in paths if not any(part.startswith(".") for part in p.parts)]
+        names = [path.as_posix() for path in visible if path.as_posix() != MANIFEST]
+    digests = {name: file_digest(folder / name) for name in sorted(names)}
+    write_json(folder / MANIFEST, {"files": digests})
+    if remember:
+        _write_stamps(folder, {name: _stamp(folder / name, digests[name]) for name in digests})
+
+
+def read_manifest(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file; raise CorruptFileError if there is no valid manifest."""
+    value = read_json(folder / MANIFEST)
+    digests = value.get("files") if isinstance(value, dict) else None
+    if not isinstance(digests, dict) or not all(isinstance(x, str) for x in digests.values()):
+        raise CorruptFileError(f"{folder / MANIFEST} is not a manifest")
+    return digests
+
+
+def changed_files(
+    folder: Path, names: Collection[str] | None = None, remember: bool = False
+) -> list[str]:
+    """Return the files that are missing or differ from the manifest of their folder.
+
+    names: the files to compare, by default all in the manifest. A file that is not in the manifest
+    counts as changed. remember: skip files with the size, times and inode that they had when they
+    were last compared. Raises CorruptFileError if there is no valid manifest.
+    """
+    digests = read_manifest(folder)
+    known = _read_stamps(folder) if remember else {}
+    stamps, changed, slept = {}, [], False
+    for name in digests if names is None else names:
+        path, digest = folder / name, digests.get(name, "")
+        stamps[name] = _stamp(path, digest)
+        if digest and known.get(name) == stamps[name]:
+            continue
+        if remember and not slept:
+            time.sleep(TICK)
+            slept = True
+        if not path.is_file() or file_digest(path) != digest:
+            changed.append(name)
+    if slept and not changed:
+        _write_stamps(folder, known | stamps)
+    return changed
+
+
+def check_manifest(
+    folder: Path,
+    fix: str = "",
+    names: Collection[str] | None = None,
+    editable: Collection[str] = (),
+    remember: bool = False,
+) -> list[str]:
+    """Raise CorruptFileError if a file of a folder is missing or changed.
+
+    Returns the changed files among `editable`, which are not an error, so that the caller can warn.
+    fix: the end of the message. names, remember: as in `changed_files`.
+    """
+    end = f"; {fix}" if fix else ""
+    try:
+        changed = changed_files(folder, names, remember)
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{error}{end}") from error
+    for name in changed:
+        if not (folder / name).is_file():
+            raise MissingFileError(f"{folder / name} does not exist{end}")
+        if name not in editable:
+            raise CorruptFileError(f"{folder / name} is corrupt: its checksum does not match{end}")
+    return changed
+
+
+def _stamp(path: Path, digest: str) -> list[Any]:
+    """Return what identifies the content of a file without reading it."""
+    try:
+        status = path.stat()
+    except OSError:
+        return []
+    return [digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def _read_stamps(folder: Path) -> dict[str, Any]:
+    with suppress(CorruptFileError):  # all files are hashed again
+        value = read_json(folder / CHECKED)
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def _write_stamps(folder: Path, stamps: dict[str, list[Any]]) -> None:
+    with suppress(OSError):  # in a read-only folder, files are hashed each time
+        write_json(folder / CHECKED, stamps)
+
+
 def write_tensors(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
-) -> str:
-    """Write a safetensors file with a checksum in its metadata; return the checksum.
+) -> None:
+    """Write a safetensors file with a checksum in its metadata, because it may travel alone.
 
     Raises OSError if the file cannot be written, for example because the disk is full.
     """
@@ -229,17 +322,14 @@ def write_tensors(
             _sort_metadata(partial)
     except SafetensorError as error:
         raise OSError(f"cannot write {path}: {error}") from error
-    return digest
 
 
 def read_tensors(
     path: Path,
-    digest: str | None = None,
     check: Callable[[Header, dict[str, str]], None] = lambda header, metadata: None,
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and metadata that `write_tensors` wrote.
 
-    digest: the expected checksum, as returned by `write_tensors`; None accepts any valid file.
     check: receives the header and the metadata before any tensor is read, and raises to reject.
     Raises CorruptFileError if the file is missing, invalid, or was changed.
     """
@@ -258,7 +348,7 @@ def read_tensors(
     stored = metadata.pop(DIGEST, None)
     if stored is None:
         raise CorruptFileError(f"{path} has no checksum; it was written by another version")
-    if stored != _tensors_digest(tensors, metadata) or digest not in (None, stored):
+    if stored != _tensors_digest(tensors, metadata):
         raise CorruptFileError(f"{path} is corrupt: its checksum does not match")
     return tensors, metadata
 

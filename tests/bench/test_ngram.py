@@ -3,15 +3,15 @@
 import math
 import random
 from collections import Counter, defaultdict
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
 import pytest
 from helpers import tiny_run
 
-from transformer_vq.bench.ngram import bits_by_order, bits_per_byte
-from transformer_vq.data.corpus import prepare
+from ngram import bits_by_order
+from transformer_vq.data.prepare import prepare
+from transformer_vq.demo import ngram_bits_per_byte
 
 
 def by_hand(train, test, order):
@@ -36,7 +36,7 @@ def by_hand(train, test, order):
 def test_bits_per_byte_equals_a_loop_in_plain_python(tmp_path):
     corpus = prepare(tiny_run(tmp_path).data)
     train, test = (corpus.split(name).tokens.tolist() for name in ("train", "test"))
-    got = bits_per_byte(corpus)
+    got = ngram_bits_per_byte(corpus)
     for order in (0, 1, 2):
         assert got[order] == pytest.approx(by_hand(train, test, order), rel=1e-12)
     assert got[0] > got[1] > got[2] > 0
@@ -60,9 +60,3 @@ def test_bits_by_order_accepts_an_empty_text_and_an_unseen_one():
     arrays = [np.array(tokens, dtype=np.uint16) for tokens in (train, empty, unseen)]
     _, _, order_2 = islice(bits_by_order(arrays[0], arrays[1:]), 3)
     assert order_2 == [0.0, pytest.approx(2 * by_hand(train, unseen, 2))]
-
-
-def test_bits_per_byte_rejects_a_corpus_that_is_not_bytes(tmp_path):
-    corpus = replace(prepare(tiny_run(tmp_path).data), vocab_size=300)
-    with pytest.raises(ValueError, match="not a byte-level corpus"):
-        bits_per_byte(corpus)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from transformer_vq.bench.power_law import curve, fit_power_law
+from scaling import curve, fit_power_law
 
 X = [16.0, 32.0, 64.0, 128.0, 256.0]
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from transformer_vq.bench import cells, rates
+from transformer_vq import measure as rates
 
 CPU = torch.device("cpu")
 
@@ -26,8 +26,7 @@ def clock(monkeypatch):
             self.now += flops / self.speeds[a.dtype]
 
     clock = Clock()
-    for module in (cells, rates):
-        monkeypatch.setattr(module, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(rates, "perf_counter", lambda: clock.now)
     monkeypatch.setattr(torch, "mm", clock.multiply)
     monkeypatch.setattr(rates, "PROBE", (8, 8, 8))
     monkeypatch.setattr(rates, "SHAPES", ((64, 64, 64), (32, 32, 32), (128, 64, 32)))

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from transformer_vq.bench.recall_records import RecallSettings
-from transformer_vq.bench.recall_tasks import (
+from recall_tasks import (
     FIRST_KEY,
     FIRST_VALUE,
     MARK,
     VOCAB_SIZE,
     RecallData,
+    RecallSettings,
 )
 
 TASKS = ["mqar", "copy", "needle"]

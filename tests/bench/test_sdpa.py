@@ -5,8 +5,8 @@ from helpers import assert_close, tiny_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from steps import SdpaAttention, SdpaTransformer, sdpa_flops_per_token
 from transformer_vq import TransformerVQ
-from transformer_vq.bench.sdpa import SdpaAttention, SdpaTransformer, sdpa_flops_per_token
 from transformer_vq.nn.layers import rms_norm
 
 

@@ -1,25 +1,20 @@
 """A server, a browser, and pages that must not have errors."""
 
 import os
-import re
 import shutil
-import subprocess
-import sys
-import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 from helpers import tiny_run
 from pages import BLOCK_LEN, DESKTOP, KEY, TIMEOUT
 from playwright.sync_api import Page, expect, sync_playwright
+from servers import serving
 
 from transformer_vq.training.run import train
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")  # before Playwright's own
 FLAGS = ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-STARTUP_SECONDS = 180
+STOP = ("--stop-time", "0.1")
 
 
 @pytest.fixture(scope="session")
@@ -32,55 +27,23 @@ def run(tmp_path_factory):
     return folder / "small"
 
 
-@contextmanager
-def serving(run: Path, folder: Path, **environment: str):
-    """Start `tvq serve` in a subprocess; yield its address."""
-    log = folder / "log"
-    given = {name: x for name, x in os.environ.items() if name != "TVQ_API_KEY"}
-    command = [sys.executable, "-m", "transformer_vq", "serve", str(run)]
-    options = ["--port", "0", "--store", str(folder / "store"), "--stop-time", "0.1"]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *options],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env={**given, "OMP_NUM_THREADS": "1", **environment},
-        )
-    try:
-        yield find_address(process, log)
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def find_address(process: subprocess.Popen, log: Path) -> str:
-    deadline = time.monotonic() + STARTUP_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
-        if found:
-            return found[0]
-        time.sleep(0.2)
-    raise AssertionError(f"the server did not start: {log.read_text()}")
-
-
 @pytest.fixture(scope="session")
 def server(run, tmp_path_factory):
-    with serving(run, tmp_path_factory.mktemp("server")) as url:
-        yield url
+    with serving(run, tmp_path_factory.mktemp("server"), *STOP) as client:
+        yield client.url
 
 
 @pytest.fixture(scope="session")
 def server_with_key(run, tmp_path_factory):
-    with serving(run, tmp_path_factory.mktemp("key"), TVQ_API_KEY=KEY) as url:
-        yield url
+    with serving(run, tmp_path_factory.mktemp("key"), *STOP, "--api-key", KEY) as client:
+        yield client.url
 
 
 @pytest.fixture(scope="session")
 def new_server(run, tmp_path_factory):
     """Start a server without visitors, for the tests of the first visit."""
-    with serving(run, tmp_path_factory.mktemp("new")) as url:
-        yield url
+    with serving(run, tmp_path_factory.mktemp("new"), *STOP) as client:
+        yield client.url
 
 
 @pytest.fixture(scope="session")

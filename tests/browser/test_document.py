@@ -2,8 +2,6 @@
 
 import pytest
 from pages import (
-    PHONE,
-    fits,
     generate,
     get,
     n_document,
@@ -85,17 +83,6 @@ def test_text_is_inspected_after_the_document(first_visit, new_server):
     expect(page.locator("#n-position")).to_have_text(f"{entry['tokens'] + 10:,}")
 
 
-def test_first_visit_on_a_phone_shows_the_document_without_scrolling(first_visit):
-    page, _ = first_visit(viewport=PHONE, has_touch=True, is_mobile=True)
-    wait_for_example(page)
-    assert fits(page)
-    expect(page.get_by_label("Document to continue")).to_be_in_viewport()
-    expect(page.locator("#kv-bytes")).to_be_in_viewport()
-    tokens(page).nth(5).tap()
-    assert shown_token(page) == n_document(page) + 5
-    assert fits(page)
-
-
 def test_deleted_example_stays_deleted(visits, server):
     post(server, "/v1/contexts", text="a short document", name=NAME)
     page = visits.open(is_first=True)
@@ -105,14 +92,4 @@ def test_deleted_example_stays_deleted(visits, server):
     page.reload()
     expect(page.get_by_role("status")).to_have_text("Ready.")
     expect(page.get_by_role("button", name="Load the example document")).to_be_visible()
-    assert get(server, "/v1/contexts")["data"] == []
-
-
-def test_stopped_example_is_not_stored(visits, server):
-    page = visits.open()
-    page.get_by_role("button", name="Load the example document").click()
-    page.get_by_role("button", name="Stop").click()
-    expect(page.get_by_role("status")).to_have_text("Stopped.")
-    expect(page.get_by_role("button", name="Load the example document")).to_be_visible()
-    expect(page.get_by_role("button", name="Generate")).to_be_enabled()
     assert get(server, "/v1/contexts")["data"] == []

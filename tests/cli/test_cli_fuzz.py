@@ -12,7 +12,6 @@ from cli_sandbox import WROTE_OUTSIDE, Sandbox, snapshot
 from command_lines import BASES, OPTIONS, command_line
 from forked import Ended
 
-from transformer_vq.cli.bench import BENCHES
 from transformer_vq.cli.main import COMMANDS
 
 PATIENCE = 5.0  # seconds until a command is interrupted, which must end it
@@ -24,7 +23,6 @@ OWN_RESULTS = {
     "eval": ("evaluation-*.json",),
     "sample": ("samples.png",),
     "plot": ("*.png",),
-    "report": ("report.html",),
     "resume": ("*", "*/*", "*/*/*", "*/*/*/*"),
 }
 
@@ -107,8 +105,7 @@ def check(sandbox: Sandbox, numbers: range) -> None:
 
 
 def test_random_command_lines_cover_every_command():
-    benches = {f"bench {name}" for name in BENCHES}
-    assert set(OPTIONS) == COMMANDS.keys() - {"bench"} | benches
+    assert set(OPTIONS) == COMMANDS.keys()
     assert set(BASES) == set(OPTIONS)
     lines = [" ".join(command_line(number)) for number in range(N_QUICK)]
     assert all(any(line.startswith(command) for line in lines) for command in OPTIONS)

@@ -7,7 +7,6 @@ import subprocess
 import pytest
 from test_cli import user_error
 
-from transformer_vq.cli.bench import BENCHES
 from transformer_vq.cli.completion import SHELLS
 from transformer_vq.cli.main import COMMANDS, main
 from transformer_vq.presets import PRESETS
@@ -47,23 +46,19 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is no
         ("tvq train ", set(PRESETS)),
         ("tvq train ti", {"tiny"}),
         ("tvq info enw", {"enwik8-190m"}),
-        ("tvq bench ", set(BENCHES)),
-        ("tvq bench de", {"decode", "demo"}),
         ("tvq train tiny --model.n-c", {"--model.n-code"}),
         ("tvq train tiny --model.no-comp", {"--model.no-compressive-cache"}),
         ("tvq train tiny --model.head-type ", {"shga", "mqa", "mha", "gqa"}),
         ("tvq resume run --model.", set()),
         ("tvq resume run --train.e", {"--train.eval-every", "--train.eval-tokens"}),
-        ("tvq bench decode --ki", {"--kinds"}),
         ("tvq sample run --prompt-", {"--prompt-file"}),
         ("tvq prepare ima", {"imagenet64", "images"}),
         ("tvq prepare text --data", set()),
         ("tvq config ", set(PRESETS)),
-        ("tvq config tiny --format ", {"toml", "yaml", "json"}),
+        ("tvq config tiny --format ", {"toml", "json"}),
         ("tvq train --conf", {"--config"}),
         ("tvq runs --sort ", {"time", "loss", "step", "name"}),
         ("tvq plot --", {"--out", "--x", "--overwrite", "--no-overwrite", "--help"}),
-        ("tvq report run --sa", {"--samples"}),
         ("tvq doctor --q", {"--quick"}),
         ("tvq --print-completion ", set(SHELLS)),
         ("tvq export run out --ch", {"--checkpoint", "--chat-template"}),
@@ -78,7 +73,7 @@ def test_bash_completes_commands_presets_options_and_choices(capsys, line, words
 @pytest.mark.parametrize("shell", SHELLS)
 def test_scripts_name_every_command_and_are_valid(capsys, shell, tmp_path):
     text = script(capsys, shell)
-    for word in [*COMMANDS, *BENCHES, *PRESETS, "model.n-code", "prompt-file"]:
+    for word in [*COMMANDS, *PRESETS, "model.n-code", "prompt-file"]:
         assert word in text
     assert text.isascii()
     if shutil.which(shell) is not None:

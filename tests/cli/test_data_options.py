@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_cli import last_json, options, train, user_error
+from test_cli import last_json, train, user_error
 
 from transformer_vq.cli.main import main
 
@@ -61,16 +61,3 @@ def test_sample_in_bf16_and_past_the_end(tmp_path, capsys):
         record = last_json(capsys)
         assert len(record["texts"]) == len(record["ended"]) == 2
     assert record["ended"] == [False, False]
-
-
-def test_paths_with_weights_are_mixed(tmp_path, jsonl, capsys):
-    (tmp_path / "other.txt").write_text("another text, " * 200)
-    paths = ["--data.path", str(jsonl), "--data.path", str(tmp_path / "other.txt")]
-    base = options(tmp_path, without=("path",))
-    arguments = ["train", "tiny", *base, *paths, "--data.text-field", "body"]
-    main([*arguments, "--data.weights", "0.7", "0.3", "--out", str(tmp_path / "run")])
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["data"]["weights"] == [0.7, 0.3]
-    assert len(config["data"]["path"]) == 2
-    message = user_error(capsys, *arguments, "--data.weights", "1", "--out", tmp_path / "other")
-    assert "1 numbers for 2 paths" in message

@@ -11,8 +11,7 @@ from test_cli import last_json, options, user_error
 from transformer_vq.cli.arguments import parse
 from transformer_vq.cli.main import main
 from transformer_vq.cli.train import TrainOptions
-from transformer_vq.config.file_text import config_text
-from transformer_vq.config.files import read_config_file
+from transformer_vq.config_files import config_text, read_config_file
 from transformer_vq.presets import PRESETS
 from transformer_vq.training.checkpoint import read_config
 
@@ -39,14 +38,13 @@ def test_repeated_options_with_several_values_are_joined(tmp_path, line):
     assert parse(TrainOptions, line.split(), "train", default).run.data.path == ("a", "b", "c")
 
 
-def test_a_single_dash_and_weights_are_values(tmp_path):
-    line = ["--data.path", "-", "x", "--data.weights", "2", "--data.weights", "0.5"]
+def test_a_single_dash_is_a_value(tmp_path):
+    line = ["--data.path", "-", "x"]
     data = parse(TrainOptions, line, "train", TrainOptions(PRESETS["tiny"], tmp_path)).run.data
     assert data.path == ("-", "x")
-    assert data.weights == (2.0, 0.5)
 
 
-@pytest.mark.parametrize("kind", ["toml", "yaml", "json"])
+@pytest.mark.parametrize("kind", ["toml", "json"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_config_prints_a_file_that_gives_exactly_the_preset(tmp_path, capsys, preset, kind):
     path = tmp_path / f"my.{kind}"
@@ -92,9 +90,7 @@ def test_errors_in_config_files_name_the_key_as_written(tmp_path, capsys):
     line = user_error(capsys, "train", "--config", path)
     assert line == f"tvq: {path}: model.n_code=0: must be an integer of at least 1"
     path.write_text('preset = "tinny"\n')
-    assert "unknown preset 'tinny' (did you mean tiny?)" in user_error(
-        capsys, "info", "--config", path
-    )
+    assert "preset='tinny' (did you mean tiny?)" in user_error(capsys, "info", "--config", path)
     path.write_text('preset = "tiny"\n')
     line = user_error(capsys, "train", "--config", path, "--model.n-code", "0")
     assert line == "tvq: --model.n-code 0: must be an integer of at least 1"
@@ -136,8 +132,6 @@ def test_training_compares_and_reports_two_runs(tmp_path, capsys, monkeypatch):
     assert printed(capsys, "plot", "runs/my", "runs/tuned", "--x", "time") == "comparison.png\n"
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
     assert "the file exists" in user_error(capsys, "plot", "runs/my", "runs/tuned")
-    assert printed(capsys, "report", "runs/my", "--samples", "0") == "runs/my/report.html\n"
-    assert "<h1>my " in (tmp_path / "runs" / "my" / "report.html").read_text()
 
 
 def test_runs_explains_how_to_start_if_there_are_none(tmp_path, capsys):

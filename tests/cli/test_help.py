@@ -10,7 +10,7 @@ from transformer_vq import PRESETS
 from transformer_vq.cli.arguments import config_fields, parse
 from transformer_vq.cli.main import main
 from transformer_vq.cli.train import TrainOptions
-from transformer_vq.config.run import FREE_FIELDS
+from transformer_vq.config import FREE_FIELDS
 
 SECTIONS = ("data", "train", "model", "optim", "parallel")
 
@@ -34,7 +34,7 @@ def listed(out):
     return re.findall(r"^\W*(--[a-z][a-z.-]+)", out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", [*OPTIONS, "train tiny", "", "bench"])
+@pytest.mark.parametrize("command", [*OPTIONS, "train tiny", ""])
 def test_help_fits_80_columns(capsys, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     out = help_of(capsys, *command.split(), flag="--help-all")
@@ -50,7 +50,7 @@ def test_help_for_narrow_terminals_does_not_break_options(capsys, monkeypatch, c
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("command", ["train", "train tiny", "info", "config", "bench ablate"])
+@pytest.mark.parametrize("command", ["train", "train tiny", "info", "config"])
 def test_help_lists_the_settings_that_people_use_and_where_all_are(capsys, command):
     short = help_of(capsys, *command.split())
     names = [name for name in listed(short) if "." in name]
@@ -67,7 +67,7 @@ def test_help_is_shown_although_other_options_are_given(capsys):
     assert "--data.path" in help_of(capsys, "train", "tiny", "--model.n-code", "3")
 
 
-@pytest.mark.parametrize("command", ["train", "info", "bench ablate"])
+@pytest.mark.parametrize("command", ["train", "info"])
 def test_help_lists_the_sections_that_change_most_first(capsys, command):
     names = listed(help_of(capsys, *command.split(), flag="--help-all"))
     sections = [name[2:].partition(".")[0] for name in names if "." in name]
@@ -82,7 +82,6 @@ def test_help_of_train_starts_with_its_own_options(capsys):
 def test_help_shows_options_with_any_number_of_values_readably(capsys):
     out = help_of(capsys, "train", flag="--help-all")
     assert "--data.path PATH ..." in out
-    assert "--data.weights FLOAT ..." in out
     assert "(default: )" not in out
     assert "--images PATH ..." in help_of(capsys, "sample")
 

@@ -22,5 +22,5 @@ def test_suggested_commands_start_as_the_current_one(tmp_path, monkeypatch, path
         (tmp_path / name / "tvq").touch(mode=0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / path) if path else "")
-    monkeypatch.setattr("sys.argv", [typed, "bench", "demo"])
+    monkeypatch.setattr("sys.argv", [typed, "demo"])
     assert program_name() == expected

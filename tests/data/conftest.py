@@ -2,10 +2,10 @@
 
 import pytest
 from data_helpers import CONTENT
+from sentencepiece_models import train_sentencepiece
 
 from transformer_vq.config import DataConfig
-from transformer_vq.data.sources.base import SPLITS
-from transformer_vq.data.tokenizer_training import train_sentencepiece
+from transformer_vq.data.paths import SPLITS
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from transformer_vq.data.corpus import Corpus
-from transformer_vq.data.sources.base import DataError
+from transformer_vq.data.paths import DataError
 
 CONTENT = b"".join(b"%d green bottles\n" % i for i in range(50))
 
@@ -24,7 +24,7 @@ def documents(corpus, split):
     """Return the bytes of each document of a split, without end-of-document tokens."""
     found, tokenizer = corpus.split(split), corpus.tokenizer()
     edges = [*found.starts, len(found)]
-    return [tokenizer.decode(found.tokens[a:b].tolist()) for a, b in pairwise(edges)]
+    return [tokenizer.decode(found[a:b].tolist()) for a, b in pairwise(edges)]
 
 
 def rejection(function, *arguments):

@@ -1,7 +1,7 @@
 """Batches for truncated BPTT: each token is a target once per epoch; batches depend on the step."""
 
 import math
-from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_vq.data.batches import Batch, TrainingBatches, packs_documents, read_rows
+from transformer_vq.data.batches import TrainingBatches, packs_documents, read_rows
 from transformer_vq.data.corpus import Split, SplitSize
-from transformer_vq.data.sources.base import DataError
+from transformer_vq.data.paths import DataError
 
 BOS = 7_000_000
 FIELDS = ("tokens", "targets", "positions", "valid", "document_ids")
@@ -79,14 +79,6 @@ def test_each_token_is_a_target_exactly_once_per_epoch(batches):
         assert sorted(index for row in of_epoch for index in row if index >= 0) == list(range(n))
 
 
-def test_a_batch_larger_than_the_split_contains_several_epochs():
-    batches = TrainingBatches(make_split(10), batch_size=9, seq_len=4, backprop_len=2)
-    assert batches.n_sequences == 3
-    targets = torch.cat([indices(batches[0]), indices(batches[1])], dim=1)
-    counts = torch.bincount(targets[targets >= 0], minlength=10)
-    assert counts.tolist() == [3] * 10
-
-
 @given(any_batches())
 def test_inputs_are_the_preceding_tokens_or_bos_at_document_starts(batches):
     starts = set(batches.split.starts.tolist())
@@ -123,11 +115,6 @@ def test_the_last_sequence_is_padded():
     assert batch.n_targets == 10
 
 
-def test_valid_is_none_if_all_sequences_are_complete():
-    batches = TrainingBatches(make_split(12), batch_size=2, seq_len=4, backprop_len=2)
-    assert all(batches[step].valid is None for step in range(12))
-
-
 @given(any_batches())
 def test_document_ids_are_given_exactly_for_packed_documents(batches):
     starts = batches.split.starts
@@ -140,14 +127,6 @@ def test_document_ids_are_given_exactly_for_packed_documents(batches):
             at = indices(batch)
             want = (torch.from_numpy(starts) <= at.unsqueeze(-1)).sum(-1) - 1
             assert torch.equal(batch.document_ids[at >= 0], want[at >= 0])
-
-
-def test_document_ids_are_none_if_documents_fill_sequences():
-    split = make_split(24, starts=(0, 8, 20))
-    assert not packs_documents(split, 4)
-    assert packs_documents(split, 8)
-    batches = TrainingBatches(split, batch_size=6, seq_len=4, backprop_len=4)
-    assert batches[0].document_ids is None
 
 
 @given(any_batches())
@@ -199,16 +178,6 @@ def test_a_batch_does_not_depend_on_earlier_reads(batches, steps):
         assert_same(batches[step], fresh[step])
 
 
-def test_new_sequences_start_every_n_windows():
-    batches = TrainingBatches(make_split(40), batch_size=2, seq_len=12, backprop_len=4)
-    assert batches.n_windows == 3
-    assert [batches.starts_sequences(step) for step in range(7)] == [
-        *(True, False, False),
-        *(True, False, False),
-        True,
-    ]
-
-
 def test_batches_have_the_shapes_and_dtypes_of_the_model():
     batches = TrainingBatches(make_split(50, (0, 9)), batch_size=5, seq_len=8, backprop_len=4)
     batch = batches[1]
@@ -240,67 +209,21 @@ def test_read_rows_reads_contexts_of_different_lengths():
     assert batch.n_targets == 6
 
 
-def test_map_applies_to_every_tensor_and_keeps_none():
-    batches = TrainingBatches(make_split(10, (0, 3)), batch_size=3, seq_len=4, backprop_len=4)
-    batch = batches[0]
-    rows = batch.map(lambda x: x[1:])
-    for name in FIELDS:
-        assert torch.equal(getattr(rows, name), getattr(batch, name)[1:])
-    plain = Batch(batch.tokens, batch.targets, batch.positions).map(lambda x: x + 1)
-    assert torch.equal(plain.positions, batch.positions + 1)
-    assert plain.valid is plain.document_ids is None
-
-
-def test_n_targets_excludes_padding():
-    tokens = torch.zeros(2, 3, dtype=torch.int64)
-    valid = torch.tensor([[True, True, False], [True, False, False]])
-    assert Batch(tokens, tokens, tokens).n_targets == 6
-    assert Batch(tokens, tokens, tokens, valid).n_targets == 3
-
-
-def with_parts(n, parts, starts=(0,)):
-    return replace(make_split(n, starts), parts=parts)
-
-
-@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=5), st.integers(1, 200))
-def test_parts_are_interleaved_evenly_by_weight(weights, n):
-    split = with_parts(4 * len(weights), (4,) * len(weights))
-    batches = TrainingBatches(split, 1, 4, 4, weights=weights)
-    found = [batches._part_of(position) for position in range(n)]
-    for number, weight in enumerate(weights):
-        own = [count for part, count in found if part == number]
-        assert own == list(range(len(own)))
-        assert abs(len(own) - n * weight / sum(weights)) < len(weights)
-
-
-def test_weights_decide_how_often_a_part_is_used_and_sequences_stay_in_it():
-    split = with_parts(1000, (300, 700), starts=(0, 100, 300, 555))
-    batches = TrainingBatches(split, 5, 20, 10, seed=3, weights=(9, 1))
-    rows = [[i for i in row if i >= 0] for row in rows_of(batches, 100)]
-    first = [row for row in rows if row[0] < 300]
-    assert len(first) == 90
-    assert all(max(row) < 300 for row in first)
-    for epoch in range(6):  # 15 sequences in the first part: each is used once per epoch
-        used = first[15 * epoch : 15 * epoch + 15]
-        assert sorted(i for row in used for i in row) == list(range(300))
-    assert batches.n_sequences == 15 + 35
-
-
-def test_sequences_of_a_part_start_at_its_first_token():
-    split = with_parts(57, (23, 34), starts=(0, 23))
-    batches = TrainingBatches(split, 1, 10, 10, weights=(1, 1))
-    rows = [[i for i in row if i >= 0] for row in rows_of(batches, 8)]
-    assert {row[0] for row in rows} == {0, 10, 20, 23, 33, 43, 53}
-    assert not any(set(row) & {22} and set(row) & {23} for row in rows)
-    assert batches[0].document_ids is None  # no sequence contains two documents
-
-
-def test_a_part_shorter_than_a_sequence_is_rejected():
-    with pytest.raises(DataError, match=r"training split of --data\.path 2 has 5 tokens"):
-        TrainingBatches(with_parts(105, (100, 5)), 1, 10, 10, weights=(1, 1))
-
-
-def test_without_weights_parts_do_not_matter():
-    plain, parts = make_split(100), with_parts(100, (40, 60))
-    for step in range(12):
-        assert_same(TrainingBatches(plain, 2, 10, 5)[step], TrainingBatches(parts, 2, 10, 5)[step])
+@given(any_batches(), st.randoms())
+def test_batches_do_not_depend_on_where_documents_are_stored(batches, random):
+    split = batches.split
+    edges = [*split.starts.tolist(), len(split)]
+    documents = [split.stored[a:b] for a, b in pairwise(edges)]
+    order = list(range(len(documents)))
+    random.shuffle(order)
+    offsets = np.zeros(len(documents), dtype=np.int64)
+    for i, document in enumerate(order):
+        offsets[document] = sum(len(documents[x]) for x in order[:i])
+    stored = np.concatenate([documents[i] for i in order])
+    moved = Split(stored, split.starts, BOS, split.size, offsets)
+    assert (moved.tokens == split.tokens).all()
+    other = TrainingBatches(
+        moved, batches.batch_size, batches.seq_len, batches.backprop_len, batches.seed
+    )
+    for step in steps_of(batches):
+        assert_same(batches[step], other[step])

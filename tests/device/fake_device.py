@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_vq
 from transformer_vq import transfer
-from transformer_vq.ops import checks
+from transformer_vq.ops import runtime
 
 NAME = "fake"
 PACKAGE = transformer_vq.__file__.removesuffix("__init__.py")
@@ -51,7 +51,7 @@ def _register() -> torch.device:
         _LIBRARY.impl(name, _in_bf16(getattr(torch.ops.aten, name)))
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(x, device=...) copies from the host
     transfer.PINNED.add(NAME)
-    checks.ASSERTING.add(NAME)
+    runtime.ASSERTING.add(NAME)
     return torch.device(NAME, 0)
 
 

@@ -24,7 +24,6 @@ from transformer_vq.evaluation import score
 from transformer_vq.generation.decode import stream
 from transformer_vq.generation.prefill import prefill
 from transformer_vq.generation.sampling import Sampling
-from transformer_vq.generation.snapshot import Snapshots
 from transformer_vq.nn import layers
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.serve.engine import Engine
@@ -94,7 +93,7 @@ def decoding(rules: Sampling | None = None, **model: Any) -> None:
 def serving() -> None:
     """Generate two texts with different rules; the second one joins later."""
     model = new_model(vocab_size=256)
-    engine = Engine(model, ByteTokenizer(), PrefixStore(Snapshots(model), 10**6), n_slots=3)
+    engine = Engine(model, ByteTokenizer(), PrefixStore(10**6), n_slots=3)
     rules = (Sampling(temperature=0.9), Sampling(temperature=0.7, top_p=0.9, top_k=4))
     for rule in rules:
         engine.submit(Request([0, 1, 2], max_new_tokens=3, sampling=rule), lambda _: None)
@@ -121,7 +120,7 @@ def reading_layer() -> Any:
     def rms_norm(x: torch.Tensor) -> torch.Tensor:
         return norm(x) * (1.0 + 0.0 * x.mean().item())
 
-    return replaced(sys.modules["transformer_vq.nn.projections"], "rms_norm", rms_norm)
+    return replaced(sys.modules["transformer_vq.nn.attention"], "rms_norm", rms_norm)
 
 
 def dropped_device() -> Any:
@@ -139,7 +138,7 @@ def dynamic_shape() -> Any:
     def gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return x * gate[gate > 0].sum()
 
-    return replaced(sys.modules["transformer_vq.nn.projections"], "gated", gated)
+    return replaced(sys.modules["transformer_vq.nn.attention"], "gated", gated)
 
 
 def blocking_copies() -> Any:

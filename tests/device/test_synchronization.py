@@ -65,7 +65,7 @@ def test_a_wait_per_decoded_token_is_the_only_one(results):
 
 
 def test_reading_a_value_in_a_layer_is_detected(results):
-    assert results["item in a layer"]["waits"]["nn/projections.py:norm, read"] > 0
+    assert results["item in a layer"]["waits"]["nn/attention.py:norm, read"] > 0
 
 
 def test_copying_a_batch_from_ordinary_memory_is_detected(results):

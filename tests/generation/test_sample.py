@@ -13,13 +13,14 @@ from transformer_vq.cli.main import main
 from transformer_vq.data.tokenizers import ByteTokenizer
 from transformer_vq.generation import text as text_module
 from transformer_vq.generation.decode import generate
-from transformer_vq.generation.images import sample_images, save_grid
 from transformer_vq.generation.sampling import Sampling
 from transformer_vq.generation.text import (
     TextStream,
     generate_text,
     prefill_text,
+    sample_images,
     sample_text,
+    save_grid,
 )
 from transformer_vq.training.run import train
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import tiny_run
+from sentencepiece_models import train_sentencepiece
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformer_vq.cli.main import main
@@ -17,7 +18,7 @@ from transformer_vq.training.checkpoint import CheckpointError, load_model, read
 from transformer_vq.training.run import train
 
 FILES = {
-    *("README.md", "checksums.json", "config.json", "generation_config.json"),
+    *("README.md", "manifest.json", "config.json", "generation_config.json"),
     *("model.safetensors", "tokenizer_config.json", "transformer_vq_classes.py"),
 }
 
@@ -45,13 +46,16 @@ def run_with_tokenizer(request, tmp_path_factory):
 def trained(folder, tokenizer="bytes"):
     config = tiny_run(folder, train={"steps": 4})
     if tokenizer in ("sentencepiece", "bpe"):
+        path = books(folder / "books")
+        texts = [file.read_text() for file in (folder / "books" / "train").iterdir()]
+        train_sentencepiece(texts, 300, folder / "my.model")
         config = replace(
             config,
             model=replace(config.model, vocab_size=300),
             data=DataConfig(
                 "pg19",
-                path=books(folder / "books"),
-                tokenizer=tokenizer,
+                path=path,
+                tokenizer=str(folder / "my.model") if tokenizer == "sentencepiece" else "bpe",
                 cache=str(folder / "cache"),
             ),
         )

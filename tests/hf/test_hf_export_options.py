@@ -1,9 +1,7 @@
-"""Options of an export: dtype, shards, chat template and upload. Nothing uses the network."""
+"""Options of an export: dtype and chat template; and what is verified when a folder is loaded."""
 
 import json
-from types import SimpleNamespace
 
-import huggingface_hub
 import pytest
 import torch
 from helpers import assert_close, tiny_run
@@ -12,14 +10,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformer_vq import TransformerVQ
 from transformer_vq.cli.main import main
+from transformer_vq.data.chat_template import compile_chat_template
 from transformer_vq.data.tokenizers import ByteTokenizer
 from transformer_vq.errors import UserError
-from transformer_vq.files import read_verified_json
+from transformer_vq.hf import TransformerVQForCausalLM
 from transformer_vq.hf.export import export
-from transformer_vq.hf.hub import check_can_push, push_folder
 from transformer_vq.nn.quantizer import NotFiniteError
 from transformer_vq.training.checkpoint import write_config
 from transformer_vq.training.loading import load_model_and_tokenizer
+from transformer_vq.training.loading import read_chat_template as load_chat_template
 
 TOKENS = torch.tensor([[256, *b"the cat sat on the mat"]])
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -71,29 +70,29 @@ def test_logits_of_a_bfloat16_export_are_close_to_those_of_the_run(run, tmp_path
     assert_close("logits", model(TOKENS).logits, core(run)(TOKENS).logits, 0.1)
 
 
-def test_unknown_dtypes_and_sizes_are_rejected(run, tmp_path):
+def test_unknown_dtypes_are_rejected(run, tmp_path):
     with pytest.raises(UserError, match="dtype='int8': choose one of float32"):
         export(run, tmp_path / "out", dtype="int8")
-    for size in ("2", "GB", "0GB", "1.5GB", "2 GB", "-1GB"):
-        with pytest.raises(UserError, match="max_shard_size="):
-            export(run, tmp_path / "out", max_shard_size=size)
     assert not (tmp_path / "out").exists()
 
 
-def test_shards_are_loaded_and_all_of_them_are_verified(run, tmp_path):
-    export(run, folder := tmp_path / "out", max_shard_size="10KB")
-    shards = sorted(path.name for path in folder.glob("*.safetensors"))
-    assert len(shards) > 2
-    recorded = read_verified_json(folder / "checksums.json")["files"]
-    assert recorded.keys() >= {*shards, "model.safetensors.index.json", "config.json"}
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def test_shards_are_loaded(run, tmp_path):
+    TransformerVQForCausalLM.from_core(core(run)).save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(model(TOKENS).logits, core(run)(TOKENS).logits)
-    for name in (shards[1], "model.safetensors.index.json"):
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[:-3] + b" " + content[-2:])
-        with pytest.raises(UserError, match=f"{name} is missing, corrupt or was edited"):
-            AutoModelForCausalLM.from_pretrained(folder)
-        (folder / name).write_bytes(content)
+
+
+def test_changed_weights_are_an_error_and_an_edited_config_is_a_warning(run, tmp_path, caplog):
+    export(run, folder := tmp_path / "out")
+    path = folder / "config.json"
+    path.write_text(path.read_text() + " ")
+    AutoModelForCausalLM.from_pretrained(folder)
+    assert "config.json was edited" in caplog.text
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match=r"model\.safetensors is corrupt.*export the model again"):
+        AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_weights_that_are_not_finite_are_reported(run, tmp_path):
@@ -101,7 +100,7 @@ def test_weights_that_are_not_finite_are_reported(run, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.bias"][3] = torch.nan
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "checksums.json").unlink()
+    (folder / "manifest.json").unlink()
     for load in (AutoModelForCausalLM.from_pretrained, load_model_and_tokenizer):
         with pytest.raises(NotFiniteError, match=r"out: (lm_)?head\.bias contains NaN"):
             load(folder)
@@ -134,7 +133,7 @@ def test_a_model_saved_over_an_export_is_loaded(run, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     torch.nn.init.ones_(model.lm_head.bias)
     model.save_pretrained(folder)
-    assert not (folder / "checksums.json").exists()
+    assert not (folder / "manifest.json").exists()
     assert torch.equal(
         AutoModelForCausalLM.from_pretrained(folder).lm_head.bias, model.lm_head.bias
     )
@@ -162,9 +161,19 @@ def test_chat_template_of_the_run_is_used_and_writes_special_tokens(run, tmp_pat
     assert tokenizer.apply_chat_template(MESSAGES)["input_ids"] == [*b"hi", 256]
 
 
-def test_templates_may_reject_messages(run, tmp_path):
-    (tmp_path / "my.jinja").write_text("{{ raise_exception('no') }}")
+def test_template_with_loop_controls_gives_the_same_text_in_export_and_server(run, tmp_path):
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% break %}{% endif %}"
+        "{% if not m['content'] %}{{ raise_exception('empty') }}{% endif %}{{ m | tojson }}\n"
+        "{% generation %}{{ m['content'] }}{% endgeneration %}\n{% endfor %}"
+    )
+    (tmp_path / "my.jinja").write_text(template)
     export(run, tmp_path / "out", chat_template=tmp_path / "my.jinja")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = '{"role": "user", "content": "hi"}\nhi'
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == text
+    served = load_chat_template(tmp_path / "out")
+    assert compile_chat_template(served).render(messages=MESSAGES) == text
 
 
 @pytest.mark.parametrize(
@@ -183,80 +192,3 @@ def test_invalid_chat_templates_are_rejected(run, tmp_path, capsys, content, mes
     line = user_error(capsys, "export", run, out, "--chat-template", tmp_path / "my.jinja")
     assert message in line
     assert not out.exists()
-
-
-class Hub:
-    """A stand-in for HfApi that records the calls."""
-
-    def __init__(self, monkeypatch, error=None, private=True):
-        self.error, self.private, self.uploads, self.created = error, private, [], []
-        monkeypatch.setattr(huggingface_hub, "HfApi", lambda: self)
-        monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: False)
-        monkeypatch.setattr(huggingface_hub, "get_token", lambda: "token")
-
-    def create_repo(self, repo_id, **options):
-        if self.error is not None:
-            raise self.error
-        self.created.append((repo_id, options))
-        url = f"https://huggingface.co/{repo_id}"
-        return huggingface_hub.RepoUrl(url)
-
-    def repo_info(self, repo_id):
-        return SimpleNamespace(private=self.private)
-
-    def upload_folder(self, *, folder_path, **options):
-        names = {path.name for path in folder_path.iterdir()}
-        self.uploads.append(options | {"names": names})
-
-
-def test_push_uploads_the_complete_folder(run, tmp_path, monkeypatch, capsys):
-    hub, out = Hub(monkeypatch), tmp_path / "out"
-    main(["export", str(run), str(out), "--push-to-hub", "me/my-model", "--private"])
-    assert hub.created == [("me/my-model", {"private": True, "exist_ok": True})]
-    (upload,) = hub.uploads
-    assert upload["repo_id"] == "me/my-model"
-    assert upload["names"] == {path.name for path in out.iterdir()}
-    assert "model.safetensors.index.json" not in upload["names"]
-    assert "*.safetensors.index.json" in upload["delete_patterns"]
-    assert 'from_pretrained("me/my-model")' in (out / "README.md").read_text()
-    assert "me/my-model" in capsys.readouterr().out
-
-
-def test_push_rejects_a_public_repository_if_private_is_asked_for(run, tmp_path, monkeypatch):
-    hub = Hub(monkeypatch, private=False)
-    with pytest.raises(UserError, match="is public"):
-        push_folder(run, "me/my-model", private=True)
-    assert hub.uploads == []
-
-
-def test_failed_upload_is_one_line_and_keeps_the_folder(run, tmp_path, monkeypatch, capsys):
-    Hub(monkeypatch, error=ConnectionError("no route\nto host"))
-    out = tmp_path / "out"
-    line = user_error(capsys, "export", run, out, "--push-to-hub", "me/my-model")
-    assert "no route to host" in line
-    assert f"hf upload me/my-model {out}" in line
-    assert AutoModelForCausalLM.from_pretrained(out)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [("get_token", None, "hf auth login"), ("is_offline_mode", True, "HF_HUB_OFFLINE")],
-)
-def test_push_fails_early_without_token_or_network(
-    run, tmp_path, monkeypatch, capsys, name, value, message
-):
-    Hub(monkeypatch)
-    monkeypatch.setattr(huggingface_hub, name, lambda: value)
-    line = user_error(capsys, "export", run, tmp_path / "out", "--push-to-hub", "me/my-model")
-    assert message in line
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("repo_id", ["a/b/c", "", "a b", "me/-x"])
-def test_invalid_repository_names_are_rejected(repo_id):
-    with pytest.raises(UserError, match="--push-to-hub"):
-        check_can_push(repo_id)
-
-
-def test_private_needs_a_repository(run, tmp_path, capsys):
-    assert "--push-to-hub" in user_error(capsys, "export", run, tmp_path / "out", "--private")

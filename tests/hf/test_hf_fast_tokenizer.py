@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from transformer_vq import TransformerVQ, UserError
 from transformer_vq.cli.main import main
-from transformer_vq.data.tokenizers import learn_tokenizer, load_tokenizer, open_tokenizer
+from transformer_vq.data.bpe import learn_bpe
+from transformer_vq.data.tokenizers import load_tokenizer, open_tokenizer
 from transformer_vq.hf import TransformerVQForCausalLM
 from transformer_vq.hf.export import export
 from transformer_vq.training.checkpoint import write_config
@@ -73,7 +74,7 @@ def exported(request, tmp_path_factory):
     """Return our tokenizer and the folder of its export."""
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "bpe":
-        learn_tokenizer("bpe", [LINES], 300, folder)
+        learn_bpe([LINES], 300, folder)
         ours = load_tokenizer(folder, end_of_document=True)
     else:
         save_llama(folder)
@@ -219,7 +220,7 @@ def test_model_and_tokenizer_can_be_saved_over_an_export(exported, tmp_path):
 
 
 def test_generation_stops_at_the_end_of_a_document(tmp_path):
-    learn_tokenizer("bpe", [LINES], 300, tmp_path)
+    learn_bpe([LINES], 300, tmp_path)
     run = untrained_run(tmp_path, load_tokenizer(tmp_path))
     model = TransformerVQ.load(run / "best" / "model.safetensors").eval()
     prompt = [0, *load_tokenizer(tmp_path).encode("the fox")]

@@ -19,7 +19,7 @@ from transformer_vq.hf import (
     TransformerVQCache,
     TransformerVQConfig,
     TransformerVQForCausalLM,
-    modeling_transformer_vq,
+    modeling,
 )
 
 TOKENS = torch.randint(256, (2, 30), generator=torch.Generator().manual_seed(0))
@@ -148,7 +148,7 @@ def test_logits_to_keep_selects_positions(model, core, keep):
 
 @pytest.mark.parametrize("n_last", [1, 9])
 def test_long_prompt_is_run_in_segments(model, core, monkeypatch, n_last):
-    for module in (modeling_transformer_vq, prefill):
+    for module in (modeling, prefill):
         monkeypatch.setattr(module, "SEGMENT_LEN", 7)
     lengths = []
     run = model.model.run
@@ -244,7 +244,7 @@ def test_hidden_states_are_the_embeddings_and_the_features_of_each_layer(model, 
     two.load_state_dict(core.state_dict(), strict=False)
     assert torch.equal(core.logits(output.hidden_states[-2]), two(TOKENS).logits)
     base = AutoModel.from_config(model.config).eval()
-    base.load_state_dict(model.model.state_dict())
+    base.model.load_state_dict(model.model.state_dict())
     assert torch.equal(base(TOKENS).last_hidden_state, output.hidden_states[-1])
     assert base(TOKENS).hidden_states is None
 

@@ -20,7 +20,7 @@ from transformers import (
 
 from transformer_vq import TransformerVQ
 from transformer_vq.hf import TransformerVQForCausalLM, TransformerVQTokenizer
-from transformer_vq.hf.remote_code import FILE
+from transformer_vq.hf.configuration import FILE
 
 AUTO_CLASSES = [AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification]
 BLOCK = "import sys; sys.modules['transformer_vq'] = None\n"
@@ -75,7 +75,7 @@ def test_remote_code_loads_all_classes_and_is_saved_again(saved, tmp_path):
     want = model(**tokenizer("the fox", return_tensors="pt")).logits
     assert torch.equal(torch.tensor(loaded.pop("logits")), want)
     assert loaded == {
-        "config": "transformer_vq.hf.configuration_transformer_vq",
+        "config": "transformer_vq.hf.configuration",
         "AutoModel": "TransformerVQModel",
         "AutoModelForCausalLM": "TransformerVQForCausalLM",
         "AutoModelForSequenceClassification": "TransformerVQForSequenceClassification",

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sentencepiece_models import train_sentencepiece
 from transformers import AutoTokenizer
 
-from transformer_vq.data.tokenizer_training import train_sentencepiece
 from transformer_vq.data.tokenizers import MODEL_FILE, ByteTokenizer, SentencePieceTokenizer
 from transformer_vq.hf import TransformerVQConfig, TransformerVQTokenizer
 

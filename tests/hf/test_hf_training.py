@@ -84,7 +84,7 @@ def test_trainer_equals_a_hand_written_loop(tmp_path, checkpointing):
 
     assert trainer.state.global_step == 4
     assert model.is_gradient_checkpointing is checkpointing
-    assert model.model.branches[0].gradient_checkpointing is checkpointing
+    assert model.model.branches[0].checkpoint_activations is checkpointing
     assert model.code_usage is None
     trained = model.to_core().state_dict()
     for name, want in core.state_dict().items():

@@ -1,13 +1,11 @@
 """How attention is executed changes neither results nor gradients."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers import assert_close, tiny_config
 
-from transformer_vq import PRESETS, TransformerVQ, UserError, VQAttention
-from transformer_vq.ops.execution import EXECUTIONS, OTHER, Execution, execution_on
+from transformer_vq import TransformerVQ, UserError
+from transformer_vq.ops.runtime import EXECUTIONS, OTHER, Execution
 
 # One, two and three blocks per segment at batch size 2, and tiles of several sizes.
 SCORES = 2 * 4 * (7 + 2 * 4)
@@ -46,21 +44,6 @@ def test_every_execution_has_the_same_results_and_gradients(head_type):
             assert_close(f"{execution}: {name}", got[name], x)
 
 
-def test_execution_depends_on_the_device_of_the_input():
-    assert execution_on(torch.device("cpu")) == EXECUTIONS["cpu"]
-    assert execution_on(torch.device("cuda", 1)) == EXECUTIONS["cuda"]
-    assert execution_on(torch.device("meta")) == OTHER
-
-
-def test_gpus_process_the_windows_of_the_paper_in_one_segment():
-    for name, batch_size in {"enwik8-190m": 16, "imagenet64-190m": 8}.items():
-        config = PRESETS[name].model
-        layer = VQAttention(**vars(replace(config.layer, d_model=64)))
-        n_tokens = 8192
-        assert layer.segment_len(batch_size, n_tokens, torch.device("cuda")) >= n_tokens
-        assert layer.segment_len(batch_size, n_tokens) < n_tokens
-
-
 def test_set_execution_overrides_the_device():
     model = TransformerVQ(tiny_config())
     tiny = Execution(1, None, compile=False)
@@ -74,9 +57,3 @@ def test_set_execution_rejects_an_unknown_reduction(attention):
     model = TransformerVQ(tiny_config(attention=attention))
     with pytest.raises(UserError, match=r"'typo'.*serial"):
         model.set_execution(reduction="typo")
-
-
-@pytest.mark.parametrize("sizes", [(0, None), (1, 0), (-1, 4)])
-def test_execution_rejects_sizes_below_one(sizes):
-    with pytest.raises(ValueError, match="must be at least 1"):
-        Execution(*sizes, compile=False)

@@ -5,7 +5,7 @@ import torch
 from helpers import tiny_config
 
 from transformer_vq import TransformerVQ
-from transformer_vq.nn.state import ModelState
+from transformer_vq.nn.model import ModelState
 
 
 @pytest.mark.parametrize("attention", ["vq", "full"])

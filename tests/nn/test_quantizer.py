@@ -11,7 +11,7 @@ from helpers import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transformer_vq import PRESETS, CodeUsage, UserError, VectorQuantizer
+from transformer_vq import CodeUsage, UserError, VectorQuantizer
 from transformer_vq.nn import quantizer as quantizer_module
 from transformer_vq.nn.quantizer import token_priority
 
@@ -114,14 +114,6 @@ def test_forward_never_changes_a_codebook():
             assert torch.equal(buffer, before[name])
 
 
-def test_usages_of_two_halves_add_up():
-    quantizer, k = quantizer_and_keys()
-    whole = quantizer(k).usage
-    halves = quantizer(k[:1]).usage + quantizer(k[1:]).usage
-    for name in ("sum", "count", "error", "energy"):
-        assert_close(name, getattr(halves, name), getattr(whole, name))
-
-
 def test_health_of_a_known_usage():
     usage = CodeUsage(
         sum=torch.zeros(1, 4, 2),
@@ -133,19 +125,6 @@ def test_health_of_a_known_usage():
     assert health.share_in_use == 0.5
     assert health.perplexity == pytest.approx(2.0)
     assert health.relative_error == pytest.approx(0.25)
-
-
-def test_perplexity_is_n_code_if_uniform_and_one_if_collapsed():
-    def perplexity(counts: list[float]) -> float:
-        zeros = torch.zeros(1)
-        return (
-            CodeUsage(torch.zeros(1, 4, 1), torch.tensor([counts]), zeros, zeros)
-            .health()
-            .perplexity
-        )
-
-    assert perplexity([5.0, 5.0, 5.0, 5.0]) == pytest.approx(4.0)
-    assert perplexity([9.0, 0.0, 0.0, 0.0]) == pytest.approx(1.0)
 
 
 def test_codes_start_as_keys_of_the_first_batch_and_keep_learning():
@@ -170,14 +149,6 @@ def test_only_valid_keys_become_codes_even_if_there_are_few():
     for h in range(H):
         for codeword in quantizer.codebook[h]:
             assert (k[1, h, 4:6] == codeword).all(-1).any()
-
-
-def test_candidates_come_from_the_usage_that_has_tokens():
-    quantizer, k = quantizer_and_keys(codebook_init="keys")
-    nothing = quantizer(torch.zeros_like(k), torch.zeros(B, T, dtype=torch.bool)).usage
-    something = quantizer(k).usage
-    for usage in (nothing + something, something + nothing):
-        assert torch.equal(usage.candidates, something.candidates)
 
 
 @given(n_parts=st.integers(1, 5), seed=st.integers(0, 99), padding=st.booleans())
@@ -212,13 +183,6 @@ def test_evaluation_draws_no_random_number_and_has_no_candidates():
     assert quantizer.eval()(k).usage.candidates is None
     assert quantizer.train()(k).usage.candidates is not None
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_usage_is_not_computed_in_evaluation_mode_without_gradients():
-    quantizer, k = quantizer_and_keys()
-    with torch.no_grad():
-        assert quantizer(k).usage is not None  # in training mode
-        assert quantizer.eval()(k).usage is None
 
 
 def test_the_priority_of_a_token_depends_only_on_row_and_place():
@@ -275,23 +239,12 @@ def test_keys_that_are_not_finite_are_rejected(bad):
         quantizer(k)
 
 
-def test_an_unknown_codebook_init_is_rejected():
-    with pytest.raises(ValueError, match="choose 'random' or 'keys'"):
-        VectorQuantizer(S, K, codebook_init="zeros")
-
-
 def test_keys_and_usages_of_another_shape_are_rejected():
     quantizer, k = quantizer_and_keys()
     with pytest.raises(ValueError, match=r"want \[b, 3, t, 4\]"):
         quantizer(k[:, :2])
     with pytest.raises(ValueError, match="cannot update"):
         VectorQuantizer(S + 1, K, H).update_codebook(quantizer(k).usage)
-
-
-def test_defaults_are_those_of_the_cpu_presets():
-    quantizer, model = VectorQuantizer(S, K), PRESETS["tiny"].model
-    assert quantizer.codebook_init == model.codebook_init
-    assert quantizer.revive_below == model.revive_below
 
 
 def test_training_without_codebook_updates_gives_a_warning(monkeypatch):

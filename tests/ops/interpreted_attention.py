@@ -4,15 +4,20 @@ Run by `test_triton.py` in a subprocess with TRITON_INTERPRET=1.
 """
 
 from dataclasses import replace
-from itertools import pairwise
+from functools import partial
 
 import pytest
 import torch
-from helpers import assert_close, assert_same_gradients, attention_inputs
+from helpers import (
+    assert_close,
+    assert_equal_to_serial,
+    assert_same_gradients,
+    attention_inputs,
+    run_split,
+)
 from interpreter import detectors
 
 from transformer_vq.ops.blockwise import vq_attention
-from transformer_vq.ops.ragged import read_packing
 from transformer_vq.ops.triton import attention, launch
 
 HEADS = {"shga": (1, 1), "mqa": (1, 2), "mha": (2, 1), "gqa": (2, 2)}
@@ -31,38 +36,7 @@ def _checked(monkeypatch):
         yield
 
 
-def run(inputs, reduction, cuts=(), *, starts=None, valid=None, cache=True, **options):
-    """Run in segments; the state carries gradients. Documents start at `starts`."""
-    state, outputs = inputs.empty_state(cache), []
-    ids = None if starts is None else starts.cumsum(1)
-    for start, stop in pairwise([0, *cuts, inputs.q.shape[-2]]):
-        packing = read_packing(
-            state,
-            stop - start,
-            None if valid is None else valid[:, start:stop],
-            None if ids is None else ids[:, start:stop],
-        )
-        output, after = vq_attention(
-            *inputs.part(start, stop), state, reduction=reduction, packing=packing, **options
-        )
-        state = replace(after, document=None if packing is None else packing.document)
-        outputs.append(output)
-    return torch.cat(outputs, dim=-2), state
-
-
-def assert_equal_forms(inputs, cuts=(), **options):
-    got, after = run(inputs, "triton", cuts, **options)
-    want, plain = run(inputs, "serial", cuts, **options)
-    assert_close("output", got, want)
-    assert torch.equal(after.position, plain.position)
-    more = [(got, want), (after.v, plain.v)]
-    if after.cache is not None:
-        assert torch.equal(after.cache.count, plain.cache.count)
-        filled = (plain.cache.count > 0).unsqueeze(-1)
-        assert_close("cache", after.cache.mean * filled, plain.cache.mean * filled)
-        more.append((after.cache.mean * filled, plain.cache.mean * filled))
-    got, want = (torch.cat([x.flatten() for x in xs]) for xs in zip(*more, strict=True))
-    assert_same_gradients(inputs.leaves(), got, want)
+equal = partial(assert_equal_to_serial, backend="triton")
 
 
 def inputs_of(seq_len, heads="shga", *, b=1, d_v=6, d_k=5, seed=0):
@@ -73,7 +47,7 @@ def inputs_of(seq_len, heads="shga", *, b=1, d_v=6, d_k=5, seed=0):
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_weights_and_products_equal_plain_attention(heads):
-    assert_equal_forms(inputs_of(2 * L + 1, heads))
+    equal(inputs_of(2 * L + 1, heads))
 
 
 @pytest.mark.parametrize("heads", ["mqa", "gqa"])
@@ -82,19 +56,19 @@ def test_one_kernel_equals_plain_attention_for_narrow_values(monkeypatch, heads)
         raise AssertionError("the weights are in memory")
 
     monkeypatch.setattr(attention, "_weighted_values", fail)
-    assert_equal_forms(inputs_of(2 * L + 1, heads, d_v=5))
+    equal(inputs_of(2 * L + 1, heads, d_v=5))
 
 
 @pytest.mark.parametrize("d_v", [5, 6])
 @pytest.mark.parametrize("seq_len", [1, L - 1, L])
 def test_short_sequences(seq_len, d_v):
-    assert_equal_forms(inputs_of(seq_len, d_v=d_v))
+    equal(inputs_of(seq_len, d_v=d_v))
 
 
 @pytest.mark.parametrize("options", [{}, {"cache": False}, {"grad_through_cache": False}])
 @pytest.mark.parametrize("d_v", [5, 6])
 def test_a_carried_state_keeps_results_and_gradients(options, d_v):
-    assert_equal_forms(inputs_of(3 * L + 3, d_v=d_v), (L + 1,), **options)
+    equal(inputs_of(3 * L + 3, d_v=d_v), (L + 1,), **options)
 
 
 @pytest.mark.parametrize(
@@ -107,10 +81,10 @@ def test_documents_and_padding(ragged, d_v):
     starts[0, [5, L, 2 * L + 4]] = True
     starts[1, [L + 7]] = True
     valid = torch.arange(seq_len) < torch.tensor([[seq_len], [seq_len - 9]])
-    assert_equal_forms(
+    equal(
         inputs,
         (2 * L,),
-        starts=starts if ragged != "padding" else None,
+        document_ids=starts.cumsum(1) if ragged != "padding" else None,
         valid=valid if ragged != "documents" else None,
     )
 
@@ -120,7 +94,7 @@ def test_positional_scores_are_optional():
     q, k_hat, z, v, codebook, _ = inputs.part(0, L + 2)
     state = inputs.empty_state()
     leaves = {"q": inputs.q, "k": inputs.k_hat, "v": inputs.v}
-    got, _ = vq_attention(q, k_hat, z, v, codebook, None, state, reduction="triton")
+    got, _ = vq_attention(q, k_hat, z, v, codebook, None, state, backend="triton")
     want, _ = vq_attention(q, k_hat, z, v, codebook, None, state, reduction="serial")
     assert_close("output", got, want)
     assert_same_gradients(leaves, got, want)
@@ -137,7 +111,7 @@ def test_states_assembled_by_hand_equal_the_reference():
         seen.reset(torch.tensor([True, False])),
     ):
         want, after = vq_attention(*part, state, reduction="serial")
-        got, got_after = vq_attention(*part, state, reduction="triton")
+        got, got_after = vq_attention(*part, state, backend="triton")
         assert_close("output", got, want)
         assert torch.equal(got_after.cache.count, after.cache.count)
 
@@ -152,25 +126,11 @@ def test_bfloat16_is_close_to_float32(d_v):
         a.data.copy_(b)
         a.requires_grad_()
     high.codebook = low.codebook.float()
-    got, _ = run(low, "triton")
-    want, _ = run(high, "serial")
+    got, _ = run_split(low, backend="triton")
+    want, _ = run_split(high, reduction="serial")
     assert_close("output", got.float(), want, 2e-2)
     probe = torch.randn_like(want)
     grads = torch.autograd.grad((got * probe).sum(), list(low.leaves().values()))
     wanted = torch.autograd.grad((want * probe).sum(), list(high.leaves().values()))
     for name, a, b in zip(low.leaves(), grads, wanted, strict=True):
         assert_close(f"gradient of {name}", a.float(), b, 2e-2)
-
-
-def test_nothing_as_large_as_the_weights_is_kept():
-    inputs = inputs_of(2 * L)
-    kept = []
-
-    def note(x):
-        kept.append(x.numel())
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        run(inputs, "triton")
-    n_weights = 2 * L * (inputs.codebook.shape[1] + 2 * L)
-    assert max(kept) <= inputs.by_distance.numel() < n_weights

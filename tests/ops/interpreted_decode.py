@@ -93,11 +93,11 @@ def test_a_bfloat16_state_keeps_its_means_in_float32():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_model_decodes_with_the_kernel(compiled, monkeypatch):
-    model = tiny_model(reduction="serial", n_layer=1).float().eval()
+    model = tiny_model(n_layer=1).float().eval()
     tokens = torch.randint(17, (2, 9))
     want = model(tokens).logits[:, 3:]
     state = model(tokens[:, :3]).state
-    model.set_execution(reduction="triton")
+    model.set_execution(backend="triton")
     step = Decoder(model, state).step
     if compiled:
         step = torch.compile(step, backend="aot_eager", fullgraph=True)

@@ -11,7 +11,7 @@ from interpreter import detectors
 from transformer_vq.errors import UserError
 from transformer_vq.nn.quantizer import nearest_code
 from transformer_vq.ops.blockwise import vq_attention
-from transformer_vq.ops.triton.nearest import nearest_code as nearest_code_kernel
+from transformer_vq.ops.triton.blocks import nearest_code as nearest_code_kernel
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +41,9 @@ def test_a_model_equals_the_plain_one(head_type):
     valid[1, 2] = False
     ids = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
     more = {"valid": valid, "document_ids": ids}
-    for reduction in ("serial", "triton"):
+    for method in ({"reduction": "serial"}, {"backend": "triton"}):
         torch.manual_seed(0)
-        model = tiny_model(reduction=reduction, head_type=head_type, n_layer=1)
+        model = tiny_model(**method, head_type=head_type, n_layer=1)
         first = model(tokens[:, :5], **more)
         later = ids[:, -1:].expand(-1, 4)
         second = model(tokens[:, 5:], first.state, document_ids=later)
@@ -63,7 +63,7 @@ def test_unsupported_cases_are_rejected():
     q, k, v = torch.zeros(1, 1, 1, 3, 2), torch.zeros(1, 1, 3, 2), torch.zeros(1, 1, 3, 2)
     z, codebook = torch.zeros(1, 1, 3, dtype=torch.int64), torch.zeros(1, 4, 2)
     with pytest.raises(UserError, match="phi"):
-        vq_attention(q, k, z, v, codebook, block_len=2, reduction="triton", phi=torch.relu)
+        vq_attention(q, k, z, v, codebook, block_len=2, backend="triton", phi=torch.relu)
     arguments = [x.double() for x in (q, k)] + [z] + [x.double() for x in (v, codebook)]
     with pytest.raises(UserError, match="float64"):
-        vq_attention(*arguments, block_len=2, reduction="triton")
+        vq_attention(*arguments, block_len=2, backend="triton")

@@ -1,59 +1,30 @@
 """The fused attention equals the plain one, forward and backward, for any tile size."""
 
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
-from helpers import assert_close, assert_same_gradients, attention_inputs
+from helpers import assert_close, assert_equal_to_serial, attention_inputs, run_split
 from hypothesis import given
 from hypothesis import strategies as st
 
 from transformer_vq.ops import fused
 from transformer_vq.ops.blockwise import vq_attention
-from transformer_vq.ops.execution import OTHER
-from transformer_vq.ops.ragged import read_packing
+from transformer_vq.ops.runtime import EXECUTIONS
 
 HEADS = {"shga": (1, 1), "mqa": (1, 3), "mha": (3, 1)}
 
 
-def tiled(n_queries):
-    """Return an execution with tiles of so many queries."""
-    return replace(OTHER, tile_queries=n_queries)
-
-
-def run(inputs, reduction, cuts=(), *, starts=None, valid=None, cache=True, **options):
-    """Run in segments; the state carries gradients. Documents start at `starts`."""
-    state, outputs = inputs.empty_state(cache), []
-    ids = None if starts is None else starts.cumsum(1)
-    for start, stop in pairwise([0, *cuts, inputs.q.shape[-2]]):
-        packing = read_packing(
-            state,
-            stop - start,
-            None if valid is None else valid[:, start:stop],
-            None if ids is None else ids[:, start:stop],
-        )
-        output, after = vq_attention(
-            *inputs.part(start, stop), state, reduction=reduction, packing=packing, **options
-        )
-        document = None if packing is None else packing.document
-        state = replace(after, document=document)
-        outputs.append(output)
-    return torch.cat(outputs, dim=-2), state
-
-
-def assert_equal_forms(inputs, cuts=(), **options):
-    got, after = run(inputs, "auto", cuts, **options)
-    want, plain = run(inputs, "serial", cuts, **options)
-    assert_close("output", got, want)
-    # The state after it too, with its gradient.
-    more = [(got, want), (after.v, plain.v)]
-    if after.cache is not None:
-        assert torch.equal(after.cache.count, plain.cache.count)
-        filled = (plain.cache.count > 0).unsqueeze(-1)
-        more.append((after.cache.mean * filled, plain.cache.mean * filled))
-    got, want = (torch.cat([x.flatten() for x in xs]) for xs in zip(*more, strict=True))
-    assert_same_gradients(inputs.leaves(), got, want)
+@contextmanager
+def tiles(n_queries):
+    """Process so many queries at a time."""
+    before = EXECUTIONS["cpu"]
+    EXECUTIONS["cpu"] = replace(before, tile_queries=n_queries)
+    try:
+        yield
+    finally:
+        EXECUTIONS["cpu"] = before
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -65,7 +36,7 @@ def test_fused_attention_never_reads_uninitialized_memory(heads, seq_len):
         assert torch.empty(3).isnan().all()
         for options in ({}, {"cache": False}, {"grad_through_cache": False}):
             inputs = attention_inputs(seq_len, h=h, g=g, block_len=8, requires_grad=True)
-            assert_equal_forms(inputs, [min(10, seq_len - 1)], **options)
+            assert_equal_to_serial(inputs, [min(10, seq_len - 1)], **options)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -76,7 +47,8 @@ def test_fused_attention_never_reads_uninitialized_memory(heads, seq_len):
 def test_fused_attention_equals_plain_for_any_tile_size(heads, rows, seq_len):
     h, g = HEADS[heads]
     inputs = attention_inputs(seq_len, h=h, g=g, block_len=8, requires_grad=True)
-    assert_equal_forms(inputs, execution=tiled(rows))
+    with tiles(rows):
+        assert_equal_to_serial(inputs)
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -87,8 +59,8 @@ def test_fused_equals_plain_for_every_option(monkeypatch, cache, grad_through_ca
     if not looks:  # as on a GPU, where empty slots are attended to with weight zero
         monkeypatch.setattr(fused, "_is_known_empty", lambda state: False)
     inputs = attention_inputs(40, h=2, g=2, block_len=8, requires_grad=True)
-    options = {"cache": cache, "grad_through_cache": grad_through_cache, "execution": tiled(3)}
-    assert_equal_forms(inputs, cuts, **options)
+    with tiles(3):
+        assert_equal_to_serial(inputs, cuts, cache=cache, grad_through_cache=grad_through_cache)
 
 
 def assembled_states(inputs):
@@ -135,13 +107,13 @@ def test_documents_and_padding(seq_len, block_len, rows, heads, cuts, ragged, se
     generator = torch.Generator().manual_seed(seed)
     starts = torch.rand(2, seq_len, generator=generator) < 0.15
     valid = torch.arange(seq_len) < torch.tensor([[seq_len], [max(1, seq_len - seed % 7)]])
-    assert_equal_forms(
-        inputs,
-        tuple(sorted(cut for cut in cuts if cut < seq_len)),
-        starts=starts if ragged != "padding" else None,
-        valid=valid if ragged != "documents" else None,
-        execution=tiled(rows),
-    )
+    with tiles(rows):
+        assert_equal_to_serial(
+            inputs,
+            tuple(sorted(cut for cut in cuts if cut < seq_len)),
+            document_ids=starts.cumsum(1) if ragged != "padding" else None,
+            valid=valid if ragged != "documents" else None,
+        )
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -156,7 +128,7 @@ def test_bfloat16_is_close_to_float64(heads):
     high.codebook.copy_(low.codebook)
     for inputs in (low, high):  # scores of the size that normalized keys and queries give
         inputs.q.data /= 32**0.5
-    got, want = run(low, "auto")[0], run(high, "serial")[0]
+    got, want = run_split(low)[0], run_split(high, reduction="serial")[0]
     assert_close("output", got, want.to(got.dtype))
     probe = torch.randn_like(want)
     grads = [
@@ -167,18 +139,10 @@ def test_bfloat16_is_close_to_float64(heads):
         assert_close(f"gradient of {name}", a, b.to(a.dtype))
 
 
-def test_nothing_is_saved_without_gradients():
-    inputs = attention_inputs(40)
-    with torch.no_grad():
-        output, _ = run(inputs, "auto")
-    assert output.grad_fn is None
-    assert_close("output", output, run(inputs, "serial")[0])
-
-
 def test_codes_without_tokens_in_the_cache_have_no_weight():
     """The mean of such a code is arbitrary."""
     inputs = attention_inputs(20, n_code=50)
-    _, state = run(inputs, "auto")
+    _, state = run_split(inputs)
     assert (state.cache.count == 0).any()
     spoiled = torch.where(state.cache.count.unsqueeze(-1) > 0, state.cache.mean, 1e6)
     more = attention_inputs(9, n_code=50, seed=1)

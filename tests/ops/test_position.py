@@ -4,16 +4,12 @@ import math
 
 import pytest
 import torch
-from helpers import assert_close
 
 from transformer_vq.ops.position import (
     causal_bias,
     local_bias,
     relative_sinusoids,
-    scores_by_distance,
-    scores_of_few_queries,
     sinusoids,
-    with_few_queries,
 )
 
 
@@ -59,19 +55,6 @@ def test_causal_bias_puts_each_distance_in_its_place(n_query, n_key):
             distance = i + n_key - n_query - j
             want = by_distance[:, i, n_key - 1 - distance] if distance >= 0 else -math.inf
             assert torch.equal(bias[:, i, j], torch.as_tensor(want).expand(2))
-
-
-@pytest.mark.parametrize("n_query", [1, 400])
-def test_scores_by_distance_do_not_depend_on_the_order_of_contraction(n_query):
-    """One query is cheaper in the decoding order, 400 in the training order."""
-    q = torch.randn(2, 3, 2, n_query, 8, dtype=torch.float64)
-    r_weight = torch.randn(3, 8, 12, dtype=torch.float64)
-    table = torch.randn(50, 12, dtype=torch.float64)
-    want = torch.einsum("bhgik,hkw,dw->bhgid", q, r_weight, table)
-    r = torch.einsum("dw,hkw->hdk", table, r_weight)
-    assert_close("scores", scores_by_distance(q, r), want)
-    assert_close("few queries", scores_of_few_queries(q, r_weight, table), want)
-    assert with_few_queries(q, table) is (n_query == 1)
 
 
 @pytest.mark.parametrize(("n_query", "n_key"), [(1, 1), (1, 4), (3, 3), (3, 7)])

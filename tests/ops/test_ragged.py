@@ -1,7 +1,6 @@
 """Padding and documents in linear time: documents and padded rows equal separate sequences."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,13 +11,14 @@ from helpers import (
     attention_inputs,
     block_starts,
     reference,
+    run_split,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 
 from transformer_vq.ops.blockwise import vq_attention
+from transformer_vq.ops.packing import document_ids_from_starts, read_packing
 from transformer_vq.ops.quadratic import quadratic_vq_attention
-from transformer_vq.ops.ragged import Packing, document_ids_from_starts, read_packing
 
 REDUCTIONS = ["auto", "serial", "matmul", "associative", "input_scan"]
 HEADS = {"shga": (1, 1), "mqa": (1, 2), "mha": (2, 1)}
@@ -47,33 +47,6 @@ def rows_of(inputs: Inputs, row: int, index: torch.Tensor) -> Inputs:
     )
 
 
-def run(inputs, cuts, *, document_ids=None, valid=None, cache=True, **options):
-    """Run in segments with a carried state; return outputs in the order of the input."""
-    state, outputs = inputs.empty_state(cache), []
-    for start, stop in pairwise([0, *cuts, inputs.q.shape[-2]]):
-        ids = None if document_ids is None else document_ids[:, start:stop]
-        counted = None if valid is None else valid[:, start:stop]
-        packing = read_packing(state, stop - start, counted, ids)
-        q, k_hat, z, v, codebook, by_distance = inputs.part(start, stop)
-        if packing is not None and packing.order is not None:
-            order = packing.order
-
-            def gather(x, order=order):
-                index = order.view(len(order), *[1] * (x.ndim - 3), -1, 1).expand_as(x)
-                return x.gather(-2, index)
-
-            q, k_hat, v, by_distance = (gather(x) for x in (q, k_hat, v, by_distance))
-            z = gather(z.unsqueeze(-1)).squeeze(-1)
-        output, state = vq_attention(
-            q, k_hat, z, v, codebook, by_distance, state, packing=packing, **options
-        )
-        state = state if packing is None else replace(state, document=packing.document)
-        if packing is not None and packing.order is not None:
-            output = packing.scatter(output.movedim(-2, 1)).movedim(1, -2)
-        outputs.append(output)
-    return torch.cat(outputs, dim=-2), state
-
-
 @given(
     lengths=st.tuples(LENGTHS, LENGTHS),
     cuts=st.sets(st.integers(1, 100), max_size=5),
@@ -88,7 +61,7 @@ def test_packed_documents_equal_separate_documents(lengths, cuts, reduction, hea
     inputs = attention_inputs(total, h=h, g=g, block_len=L)
     ids = torch.stack([ids_of(row) for row in lengths])
     cuts = tuple(sorted(cut for cut in cuts if cut < total))
-    got, state = run(inputs, cuts, document_ids=ids, cache=cache, reduction=reduction)
+    got, state = run_split(inputs, cuts, document_ids=ids, cache=cache, reduction=reduction)
     for row, row_lengths in enumerate(lengths):
         start = 0
         for length in row_lengths:
@@ -97,7 +70,7 @@ def test_packed_documents_equal_separate_documents(lengths, cuts, reduction, hea
             assert_close("document", got[row : row + 1, ..., start : start + length, :], want)
             start += length
         # The state holds the last document and nothing else.
-        _, want_state = run(separate, (), cache=cache)
+        _, want_state = run_split(separate, (), cache=cache)
         assert int(state.position[row]) == length
         recent = min(length, L)
         assert torch.equal(state.v[row, :, L - recent :], want_state.v[0, :, L - recent :])
@@ -115,7 +88,7 @@ def test_gradients_equal_those_of_the_reference_with_the_document_mask(reduction
     lengths = [[13, 1, 4, 9, 6], [2, 31]]
     inputs = attention_inputs(33, h=h, g=g, block_len=L, requires_grad=True)
     ids = torch.stack([ids_of(row) for row in lengths])
-    got, _ = run(inputs, cuts, document_ids=ids, reduction=reduction)
+    got, _ = run_split(inputs, cuts, document_ids=ids, reduction=reduction)
     want = quadratic_vq_attention(
         inputs.q,
         inputs.k_hat,
@@ -145,7 +118,7 @@ def test_a_padded_batch_equals_separate_rows(seq_len, kind, cuts, reduction, see
         valid = torch.arange(seq_len) < length
         valid = valid.flip(1) if kind == "left" else valid
     cuts = tuple(sorted(cut for cut in cuts if cut < seq_len))
-    got, state = run(inputs, cuts, valid=valid, reduction=reduction)
+    got, state = run_split(inputs, cuts, valid=valid, reduction=reduction)
     assert state.position.tolist() == valid.sum(1).tolist()
     for row in range(3):
         index = valid[row].nonzero().flatten()
@@ -162,7 +135,7 @@ def test_padding_and_documents_together(lengths, cuts, seed):
     valid = torch.rand(1, total, generator=torch.Generator().manual_seed(seed)) < 0.7
     ids = ids_of(lengths)[None]
     cuts = tuple(sorted(cut for cut in cuts if cut < total))
-    got, _ = run(inputs, cuts, document_ids=ids.masked_fill(~valid, -100), valid=valid)
+    got, _ = run_split(inputs, cuts, document_ids=ids.masked_fill(~valid, -100), valid=valid)
     for document in ids.unique():
         index = ((ids[0] == document) & valid[0]).nonzero().flatten()
         if len(index):
@@ -172,7 +145,7 @@ def test_padding_and_documents_together(lengths, cuts, seed):
 def test_document_ids_from_starts_continue_across_segments():
     inputs = attention_inputs(10, b=1, block_len=L)
     starts = torch.tensor([[1, 0, 0, 1, 0, 0, 0, 1, 0, 0]], dtype=torch.bool)
-    whole, _ = run(inputs, (), document_ids=document_ids_from_starts(starts))
+    whole, _ = run_split(inputs, (), document_ids=document_ids_from_starts(starts))
     state, parts = inputs.empty_state(), []
     for start, stop in ((0, 5), (5, 7), (7, 10)):
         ids = document_ids_from_starts(starts[:, start:stop], state.document)
@@ -181,20 +154,6 @@ def test_document_ids_from_starts_continue_across_segments():
         state = replace(state, document=packing.document)
         parts.append(output)
     assert_close("output", torch.cat(parts, dim=-2), whole)
-
-
-def test_plain_input_has_no_packing():
-    assert read_packing(attention_inputs(3).empty_state(), 3) is None
-
-
-def test_scatter_inverts_gather_except_for_padding():
-    valid = torch.tensor([[False, True, True, False], [True, False, True, True]])
-    state = attention_inputs(4).empty_state()
-    packing = read_packing(state, 4, valid)
-    x = torch.randn(2, 4, 3)
-    assert torch.equal(packing.gather(x)[0, :2], x[0, 1:3])
-    assert torch.equal(packing.scatter(packing.gather(x)), x * valid[..., None])
-    assert Packing(torch.zeros(2, 4)).valid is None
 
 
 @pytest.mark.parametrize(
@@ -224,6 +183,6 @@ def test_documents_after_a_state_without_documents_are_rejected():
 
 def test_a_document_id_that_reappears_later_is_rejected():
     inputs = attention_inputs(6, block_len=L)
-    _, state = run(inputs, (), document_ids=torch.full((2, 6), 5))
+    _, state = run_split(inputs, (), document_ids=torch.full((2, 6), 5))
     with pytest.raises(ValueError, match="reappears"):
         read_packing(state, 2, None, torch.tensor([[5, 6], [6, 5]]))

@@ -4,20 +4,13 @@ import torch
 from helpers import attention_inputs
 
 from transformer_vq.ops.blockwise import vq_attention
-from transformer_vq.ops.state import AttentionState
+from transformer_vq.ops.state import FullState, VQState
 
 
 def test_bytes_are_those_of_all_tensors():
-    state = AttentionState.empty(2, 3, 4, 5, 6, 7, dtype=torch.float32)
+    state = VQState.empty(2, 3, 4, 5, 6, 7, dtype=torch.float32)
     window = 2 * 3 * 4 * (5 + 6) * 4 + 2 * 3 * 4 * 8
     assert state.n_bytes == window + 2 * 8 + 2 * 3 * 7 * (6 * 4 + 8)
-
-
-def test_a_state_for_full_attention_has_no_codes_and_no_cache():
-    state = AttentionState.empty(2, 3, 0, 5, 6)
-    assert state.z is None
-    assert state.cache is None
-    assert state.window_valid.shape == (2, 0)
 
 
 def test_all_tensors_of_a_state_move_to_a_device():
@@ -30,8 +23,6 @@ def test_all_tensors_of_a_state_move_to_a_device():
 
 
 def test_slots_fill_from_the_newest_end():
-    state = AttentionState.empty(3, 1, 4, 2, 2, 5)
-    position = torch.tensor([0, 3, 9])
-    state = AttentionState(state.k, state.v, position)
+    state = FullState(torch.zeros(3, 1, 4, 2), torch.zeros(3, 1, 4, 2), torch.tensor([0, 3, 9]))
     want = [[False] * 4, [False, True, True, True], [True] * 4]
     assert state.window_valid.tolist() == want

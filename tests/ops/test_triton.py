@@ -61,7 +61,7 @@ def test_only_inputs_and_one_number_per_query_are_kept_for_the_backward_pass():
         return tensor
 
     with recording(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        vq_attention(x["q"], x["k"], z, x["v"], codebook, x["by_distance"], reduction="triton")
+        vq_attention(x["q"], x["k"], z, x["v"], codebook, x["by_distance"], backend="triton")
     n_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     expected = sum(tensor.nbytes for tensor in x.values()) + 4 * b * t
     window_and_cache = 2 * b * n * (d_k + d_v) + 4 * b * n_code * d_v
@@ -71,8 +71,8 @@ def test_only_inputs_and_one_number_per_query_are_kept_for_the_backward_pass():
 def test_a_cpu_without_the_interpreter_is_rejected():
     inputs = attention_inputs(5, dtype=torch.float32)
     with pytest.raises(UserError, match=r"needs a GPU.*cpu"):
-        vq_attention(*inputs.part(0, 5), inputs.empty_state(), reduction="triton")
-    model = tiny_model(reduction="triton")
+        vq_attention(*inputs.part(0, 5), inputs.empty_state(), backend="triton")
+    model = tiny_model(backend="triton")
     with pytest.raises(UserError, match=r"needs a GPU.*cpu"):
         model(torch.zeros(1, 5, dtype=torch.int64))
 
@@ -80,17 +80,7 @@ def test_a_cpu_without_the_interpreter_is_rejected():
 def test_a_missing_package_is_reported_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(MissingExtraError, match=r"extra 'triton'.*pip install triton"):
-        tiny_model(reduction="triton")
+        tiny_model(backend="triton")
     inputs = attention_inputs(5, dtype=torch.float32)
     with pytest.raises(MissingExtraError, match=r"extra 'triton'"):
-        vq_attention(*inputs.part(0, 5), inputs.empty_state(), reduction="triton")
-
-
-def test_other_reductions_do_not_import_triton():
-    program = (
-        "import sys, torch; from helpers import tiny_model;"
-        "tiny_model()(torch.zeros(1, 9, dtype=torch.int64)).logits.sum().backward();"
-        "assert 'transformer_vq.ops.triton.launch' not in sys.modules"
-    )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(FOLDER.parent), *sys.path])}
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+        vq_attention(*inputs.part(0, 5), inputs.empty_state(), backend="triton")

@@ -8,8 +8,7 @@ from worlds import checks_for, run_checks
 
 from transformer_vq.config import ParallelConfig
 from transformer_vq.training.checkpoint import load_model
-from transformer_vq.training.history import read_history
-from transformer_vq.training.run import resume, train
+from transformer_vq.training.run import read_history, resume, train
 
 SIZES = (2, 4)
 
@@ -22,9 +21,9 @@ def reports(request, tmp_path_factory):
     def reports_of(n_processes):
         if n_processes not in done:
             folder = tmp_path_factory.mktemp(f"world-{n_processes}")
-            chosen = [getattr(item, "callspec", None) for item in request.session.items]
-            params = [spec.params for spec in chosen if spec is not None and "check" in spec.params]
-            names = [p["check"] for p in params if p["n_processes"] == n_processes]
+            items = [item for item in request.session.items if item.path == request.path]
+            params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+            names = [p["check"] for p in params if p.get("n_processes") == n_processes]
             done[n_processes] = run_checks(n_processes, "checks", names, folder), folder
         return done[n_processes]
 

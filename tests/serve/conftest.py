@@ -6,8 +6,6 @@ from servers import a_service, running
 
 from transformer_vq import ModelConfig, TransformerVQ
 from transformer_vq.generation import prefill as prefill_module
-from transformer_vq.serve import generation as generation_module
-from transformer_vq.serve import prefixes as prefixes_module
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +21,7 @@ def client(service):
 
 @pytest.fixture
 def short_segments(monkeypatch):
-    for module in (prefill_module, generation_module, prefixes_module):
-        monkeypatch.setattr(module, "SEGMENT_LEN", 16)
+    monkeypatch.setattr(prefill_module, "SEGMENT_LEN", 16)
 
 
 @pytest.fixture(scope="module")

@@ -2,22 +2,18 @@
 
 import queue
 import threading
-import time
 from dataclasses import replace
 
 import pytest
 import torch
 from engines import TOKENIZER, a_prompt, collect, make_engine, many_requests, solo, text_of
-from servers import wait_until
 
 from transformer_vq import ModelConfig, Sampling, TransformerVQ, UserError
 from transformer_vq.generation import sampling as sampling_module
 from transformer_vq.generation.prefill import Context, prefill
-from transformer_vq.generation.text import TextStream
 from transformer_vq.serve import engine as engine_module
-from transformer_vq.serve import generation as generation_module
-from transformer_vq.serve.engine import Engine, EngineStoppedError, QueueFullError
-from transformer_vq.serve.requests import Finished, NewToken, PromptRead, Request, Start
+from transformer_vq.serve.engine import EngineStoppedError
+from transformer_vq.serve.requests import Finished, NewToken, Request, Start
 
 pytestmark = pytest.mark.usefixtures("short_segments")
 
@@ -31,24 +27,6 @@ def test_texts_equal_those_of_the_library_while_others_come_and_go(model, monkey
         assert events[-1].n_prompt == len(request.prompt)
 
 
-def test_every_request_ends_with_one_last_event(model):
-    for events in collect(make_engine(model), *many_requests()):
-        assert isinstance(events[0], PromptRead)
-        assert [isinstance(event, Finished) for event in events].count(True) == 1
-        assert events[-1].reason == "length"
-        assert events[-1].n_new == len(events) - 2
-
-
-def test_a_stop_string_ends_a_text_and_is_not_part_of_it(model):
-    text = solo(model, Request(a_prompt(9), 60, seed=3, stop_at_end=False))
-    word = text[7:10]
-    stopped = Request(a_prompt(9), 60, seed=3, stop_at_end=False, stop=(word,))
-    (events,) = collect(make_engine(model), stopped)
-    assert text_of(events) == text[: text.index(word)] == solo(model, stopped)
-    assert len(word) == 3
-    assert events[-1].reason == "stop"
-
-
 def test_the_end_of_the_document_ends_a_text(model):
     request = Request(a_prompt(9), 60, seed=5)
     ended, going = collect(make_engine(model), request, replace(request, stop_at_end=False))
@@ -57,24 +35,6 @@ def test_the_end_of_the_document_ends_a_text(model):
     assert text_of(ended) == solo(model, request)
     assert going[-1].reason == "length"
     assert going[len(ended) - 1].token == TOKENIZER.eod
-
-
-def test_log_probabilities_are_those_of_the_model(model):
-    prompt = a_prompt(23)
-    request = Request(prompt, 6, seed=1, n_logprobs=3, scores_prompt=True)
-    read, *tokens, _ = collect(make_engine(model), request)[0]
-    new = [event.token for event in tokens]
-    with torch.no_grad():
-        logprobs = model(torch.tensor([[*prompt, *new]])).logits[0].log_softmax(-1)
-    assert read.scores[0] is None
-    assert len(read.scores) == len(prompt)
-    found = [*read.scores[1:], *(event.score for event in tokens)]
-    for i, score in enumerate(found):
-        assert score.token == [*prompt, *new][i + 1]
-        assert score.logprob == pytest.approx(float(logprobs[i, score.token]), abs=1e-5)
-        want, places = logprobs[i].topk(3)
-        assert [token for token, _ in score.top] == places.tolist()
-        assert [x for _, x in score.top] == pytest.approx(want.tolist(), abs=1e-5)
 
 
 def test_a_long_prompt_delays_others_by_one_segment_at_a_time(model):
@@ -91,24 +51,6 @@ def test_a_long_prompt_delays_others_by_one_segment_at_a_time(model):
         assert len(decoding) == n_before + n_iterations  # a token in every iteration
     assert isinstance(short[-1], Finished)
     assert not long
-
-
-def test_at_most_n_slots_requests_are_processed_and_others_wait_in_order(model):
-    engine = make_engine(model, n_slots=2)
-    events = [[] for _ in range(5)]
-    for i, found in enumerate(events):
-        engine.submit(Request(a_prompt(5, seed=i), 4 + i), found.append)
-    while engine.run_once():
-        assert engine.n_active <= 2
-    assert all(isinstance(found[-1], Finished) for found in events)
-
-
-def test_full_queue_is_refused(model):
-    engine = make_engine(model, n_slots=1, max_waiting=2)
-    for _ in range(2):
-        engine.submit(Request(a_prompt(5), 4), lambda event: None)
-    with pytest.raises(QueueFullError):
-        engine.submit(Request(a_prompt(5), 4), lambda event: None)
 
 
 @pytest.mark.parametrize("when", ["waiting", "reading", "decoding"])
@@ -130,18 +72,6 @@ def test_cancelled_request_frees_its_slot(model, when):
         engine.run_once()
     assert (engine.n_active, engine.n_waiting) == (0, 0)
     assert engine.counters.finished["cancelled"] == 1 + (when == "waiting")
-
-
-def test_request_that_takes_too_long_ends(model):
-    engine = make_engine(model, n_slots=1)
-    events = []
-    deadline = time.monotonic() + 0.2
-    request = Request(a_prompt(5), 10**6, deadline=deadline, stop_at_end=False)
-    engine.submit(request, events.append)
-    while engine.run_once():
-        pass
-    assert events[-1].reason == "timeout"
-    assert events[-1].n_new > 0
 
 
 def test_failure_ends_only_the_requests_it_affects(model):
@@ -193,17 +123,6 @@ def test_choice_that_fails_ends_its_text_alone(model, monkeypatch):
     assert_ends_alone(model, Request(a_prompt(7), 12, bad), "internal error")
 
 
-def test_token_that_fails_ends_its_text_alone(model, monkeypatch):
-    class Failing(TextStream):
-        def push(self, token):
-            if "fail" in self._stop:
-                raise MemoryError
-            return super().push(token)
-
-    monkeypatch.setattr(generation_module, "TextStream", Failing)
-    assert_ends_alone(model, Request(a_prompt(7), 12, stop=("fail",)), "out of memory")
-
-
 def test_thread_serves_many_clients(model):
     engine = make_engine(model)
     engine.start()
@@ -243,54 +162,6 @@ def test_stop_finishes_what_it_can_and_cancels_the_rest(model):
     assert event.reason == "cancelled"
 
 
-def test_request_that_arrives_just_before_stop_is_finished(model):
-    engine, events, stopper = make_engine(model), [], []
-
-    def run_once():
-        found = Engine.run_once(engine)
-        if not found and not stopper:  # before the thread notices that it is to end
-            engine.submit(Request(a_prompt(3), 1), events.append)
-            thread = threading.Thread(target=engine.stop, args=(5,))
-            thread.start()
-            stopper.append(thread)
-            while not engine._stopping:
-                time.sleep(0.01)
-        return found
-
-    engine.run_once = run_once
-    engine.start()
-    wait_until(lambda: stopper)
-    stopper[0].join()
-    assert [event.reason for event in events if isinstance(event, Finished)] == ["length"]
-
-
-def test_stop_sees_requests_that_start_while_it_looks(model, monkeypatch):
-    read = Engine.n_active.fget
-
-    def slow(engine):
-        found = read(engine)
-        time.sleep(0.05)  # meanwhile the request leaves the queue
-        return found
-
-    engine, events = make_engine(model), []
-    engine.submit(Request(a_prompt(3), 30, stop_at_end=False), events.append)
-    run_once = engine.run_once
-    engine.run_once = lambda: (time.sleep(0.02), run_once())[1]
-    monkeypatch.setattr(Engine, "n_active", property(slow))
-    engine.start()
-    engine.stop(seconds=30)
-    assert events[-1].reason == "length"
-
-
-def test_memory_of_a_slot_is_constant(model):
-    engine = make_engine(model)
-    n_bytes = engine.state_bytes
-    collect(engine, Request(a_prompt(300), 30))
-    assert engine.state_bytes == n_bytes
-    assert isinstance(prefill(model, [a_prompt(3)]), Context)
-    assert prefill(model, [a_prompt(300)]).state.n_bytes == n_bytes
-
-
 def test_full_attention_and_empty_prompts_are_refused(model):
     config = ModelConfig(vocab_size=257, d_model=8, n_layer=1, d_k=8, attention="full")
     full = TransformerVQ(config)
@@ -298,10 +169,3 @@ def test_full_attention_and_empty_prompts_are_refused(model):
         make_engine(full)
     with pytest.raises(UserError, match="no tokens"):
         make_engine(model).submit(Request([], 5), lambda event: None)
-
-
-def test_slots_can_hold_bfloat16_values(model):
-    requests = [Request(a_prompt(n), 12, Sampling(0.0), seed=1) for n in (5, 40)]
-    engine = make_engine(model, state_dtype=torch.bfloat16)
-    for request, events in zip(requests, collect(engine, *requests), strict=True):
-        assert text_of(events) == solo(model, request, state_dtype=torch.bfloat16)

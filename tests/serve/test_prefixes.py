@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from engines import MEGABYTE, a_prompt, collect, make_engine, solo, text_of
+from engines import a_prompt, collect, make_engine, solo, text_of
 
 from transformer_vq.generation.prefill import prefill
 from transformer_vq.serve.requests import Request, Start
@@ -37,44 +37,12 @@ def test_a_reused_prefix_changes_no_bit(model):
     engine = make_engine(model)
     collect(engine, Request(a_prompt(75), 1))
     prompt = [*a_prompt(75)[:64], *a_prompt(30, seed=9)]
-    (events,) = collect(engine, Request(prompt, 0, keeps_context=True))
+    (events,) = collect(engine, Request(prompt, 0))
     got, want = events[-1].context, prefill(model, [prompt])
     assert events[-1].n_cached == 64
     assert torch.equal(got.logits, want.logits)
     for name, x in want.state.to_tensors().items():
         assert torch.equal(got.state.to_tensors()[name], x), name
-
-
-def test_prefixes_survive_on_disk_within_their_limit(model, tmp_path):
-    one = Request(a_prompt(40), 6, seed=1)
-    engine = make_engine(model, memory=0, folder=tmp_path, disk_bytes=MEGABYTE)
-    (want,) = collect(engine, one)
-    engine.stop()
-    n_files = len(list(tmp_path.iterdir()))
-    assert n_files == 3  # 16, 32 and 40 tokens
-    engine = make_engine(model, memory=0, folder=tmp_path, disk_bytes=MEGABYTE)
-    (got,) = collect(engine, one)
-    assert got[-1].n_cached == 40
-    assert text_of(got) == text_of(want)
-    engine.stop()
-
-    size = max(path.stat().st_size for path in tmp_path.iterdir())
-    engine = make_engine(model, memory=0, folder=tmp_path, disk_bytes=2 * size)
-    collect(engine, Request(a_prompt(40, seed=5), 1))
-    engine.stop()
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2 * size
-
-
-def test_corrupt_prefix_on_disk_is_ignored(model, tmp_path):
-    options = {"memory": 0, "folder": tmp_path, "disk_bytes": MEGABYTE}
-    engine = make_engine(model, **options)
-    (want,) = collect(engine, Request(a_prompt(10), 6, seed=1))
-    engine.stop()
-    for path in tmp_path.iterdir():
-        path.write_bytes(path.read_bytes()[:-9])
-    (got,) = collect(make_engine(model, **options), Request(a_prompt(10), 6, seed=1))
-    assert got[-1].n_cached == 0
-    assert text_of(got) == text_of(want)
 
 
 def test_memory_limit_of_prefixes_is_kept(model):

@@ -20,7 +20,7 @@ def test_unknown_path_and_method_are_json_errors(client):
     assert client.get("/page/%2e%2e/app.py")[0] == 404
 
 
-def test_models_health_metrics_and_docs(client, service):
+def test_models_health_and_metrics(client, service):
     status, _, found = client.get("/v1/models")
     assert (status, [model["id"] for model in found["data"]]) == (200, ["small"])
     assert client.get("/v1/models/small")[2]["state_bytes"] == service.engine.state_bytes
@@ -30,10 +30,7 @@ def test_models_health_metrics_and_docs(client, service):
     n_new = client.complete(prompt="x", max_tokens=7)["usage"]["completion_tokens"]
     assert metric(client, "tvq_generated_tokens_total") == before + n_new
     assert client.get("/openapi.json")[2]["info"]["title"] == "Transformer-VQ"
-    page = client.get("/docs")[2].decode()
-    assert "POST /v1/completions" in page
-    assert "max_tokens" in page
-    assert "http" not in page.replace("http-equiv", "")  # nothing from other servers
+    assert client.get("/docs")[0] == 404
 
 
 def test_metrics_have_latencies_and_tokens_of_contexts(tmp_path):
@@ -63,13 +60,20 @@ def metric(client, name):
 
 def test_pages_of_other_sites_are_refused(client):
     assert client.get("/v1/models", Origin="http://evil.example")[0] == 403
-    assert client.get("/v1/models", Host="evil.example")[0] == 403
+    assert client.get("/v1/models", Host="evil.example")[0] == 400
     assert client.get("/v1/models", Origin=client.url)[0] == 200
 
 
 @pytest.mark.parametrize("host", ["[", "evil.com@127.0.0.1", "127.0.0.1:x", "a b", "[::1", "/"])
 def test_invalid_hosts_are_rejected(client, host):
     assert client.get("/v1/models", Host=host)[0] == 400
+
+
+def test_server_for_any_host_survives_odd_hosts(tmp_path):
+    with running(a_service(tmp_path), hosts=None) as client:
+        for host in ("[", "a b", "evil.com@127.0.0.1", "[::1", ""):
+            for path in ("/v1/models", "/v1/models/", "/nothing", "/page", "/page/", "/"):
+                assert client.get(path, Host=host)[0] < 500, (host, path)
 
 
 @pytest.mark.parametrize(
@@ -91,14 +95,6 @@ def test_allowed_names_are_accepted_with_any_port(tmp_path):
         assert client.get("/v1/models", **proxied)[0] == 200
         # Pages of other servers on this machine are other origins.
         assert client.get("/v1/models", Origin="http://127.0.0.2:1")[0] == 403
-
-
-def test_inspection_names_every_token(client):
-    status, _, found = client.post("/v1/inspect", {"text": "It was"})
-    assert status == 200
-    assert found["texts"] == ["", *"It was"]
-    assert len(found["surprisal"]) == 7
-    assert client.post("/v1/inspect", {"text": "x" * 5000})[0] == 413
 
 
 def test_key_is_required_except_for_the_page(tmp_path):
@@ -168,18 +164,6 @@ def test_vanished_client_frees_its_slot(tmp_path, stream):
         connection.close()
         wait_until(lambda: service.engine.n_active == 0)
         assert service.engine.counters.finished == {"cancelled": 1}
-
-
-def test_vanished_client_ends_the_reading_of_its_document(tmp_path):
-    service = an_endless_service(tmp_path)
-    with running(service) as client:
-        connection = http.client.HTTPConnection(client.host, client.port, timeout=20)
-        connection.request("POST", "/v1/contexts", b"x" * 3_000_000, {"Content-Type": "text/plain"})
-        wait_until(lambda: service.engine.n_active == 1)
-        connection.close()
-        wait_until(lambda: service.engine.n_active == 0)
-        assert service.engine.counters.finished == {"cancelled": 1}
-        assert client.get("/v1/contexts")[2]["data"] == []
 
 
 def test_bodies_in_memory_are_limited(tmp_path):

@@ -7,11 +7,10 @@ import torch
 from helpers import assert_close, interrupt_after, losses, tiny_run
 
 import transformer_vq
-from transformer_vq.config.run import FREE_FIELDS, NEUTRAL_FIELDS, RECORDED_FIELDS
+from transformer_vq.config import FREE_FIELDS, NEUTRAL_FIELDS, RECORDED_FIELDS
 from transformer_vq.training.checkpoint import load_model, read_config
-from transformer_vq.training.history import read_history
 from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.run import resume, train
+from transformer_vq.training.run import read_history, resume, train
 
 NO_DROPOUT = {"p_dropsin": 0.0, "p_dropres": 0.0, "p_droplyr": 0.0, "n_layer": 1}
 
@@ -125,7 +124,7 @@ def test_history_describes_each_event(stopped, monkeypatch):
 def test_history_survives_a_corrupt_or_unfinished_line(stopped, capsys):
     path = stopped / "history.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text(lines[0].replace("start", "stirt") + lines[1] + '{"unfinished')
+    path.write_text(lines[0].replace("start", "", 1)[:-9] + "\n" + lines[1] + '{"unfinished')
     resume(stopped)
     assert [row["event"] for row in read_history(stopped)] == ["stop", "resume", "finish"]
     assert "history.jsonl: skipped 1 of 2 lines" in capsys.readouterr().err

@@ -9,18 +9,17 @@ from helpers import interrupt_after, tiny_run
 from test_evaluate import train_on_books
 
 from transformer_vq import TransformerVQ, generate, load_run
-from transformer_vq.data.tokenizers import MODEL_FILE
+from transformer_vq.data.tokenizers import JSON_FILE
 from transformer_vq.errors import UserError
-from transformer_vq.files import write_text, write_verified_json
+from transformer_vq.files import read_object, write_json, write_text
 from transformer_vq.training.checkpoint import (
-    FORMAT,
     CheckpointError,
+    Progress,
     load_model,
     newest_checkpoint,
     read_config,
 )
-from transformer_vq.training.result import Progress
-from transformer_vq.training.run import train
+from transformer_vq.training.run import read_history, resume, train
 
 
 def test_a_file_is_replaced_completely_or_not_at_all(tmp_path, monkeypatch):
@@ -41,23 +40,48 @@ def test_read_config_rejects_a_folder_without_a_valid_config(tmp_path, content):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize(("path", "want"), [(None, ()), ("/books", ("/books",))])
-def test_read_config_reads_configs_of_earlier_versions(tmp_path, path, want):
-    """They had a single optional path, no end of documents, and no settings of schedules."""
-    values = tiny_run(tmp_path).to_dict()
-    values["data"] = {"dataset": "text", "path": path, "tokenizer": None, "cache": None}
-    del values["optim"]["schedule"], values["optim"]["decay_share"]
-    del values["train"]["weight_average"]
-    about = {"format": FORMAT, "tokenizer_sha256": None}
-    write_verified_json(tmp_path / "config.json", values | about)
-    config = read_config(tmp_path)
-    assert (config.data.path, config.data.end_of_document) == (want, False)
-    assert (config.optim.schedule, config.train.weight_average) == ("cosine", 0.0)
-
-
 def test_read_config_rejects_a_missing_folder(tmp_path):
     with pytest.raises(CheckpointError, match="is not a run folder"):
         read_config(tmp_path / "nothing")
+
+
+def edit_config(run, section, **changes):
+    values = read_object(run / "config.json")
+    values[section] |= changes
+    write_json(run / "config.json", values)
+
+
+def test_an_edited_config_is_reported_and_used_where_possible(tmp_path, monkeypatch, capsys):
+    run, want = tmp_path / "run", tmp_path / "want"
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 5)
+        train(tiny_run(tmp_path), run)
+    train(tiny_run(tmp_path), want)
+    edit_config(run, "train", log_every=5)
+    load_run(run, "last")
+    assert "config.json was edited: train.log_every (1 -> 5)" in capsys.readouterr().err
+    assert resume(run).finished
+    assert "config.json was edited: train.log_every (1 -> 5)" in capsys.readouterr().err
+    assert read_history(run)[2]["changed"] == {"train.log_every": [1, 5]}
+    assert load_run(run, "last").model.embed.weight.equal(load_run(want, "last").model.embed.weight)
+    assert "edited" not in capsys.readouterr().err
+    edit_config(run, "train", steps=20)
+    with pytest.raises(CheckpointError, match="cosine schedule"):
+        resume(run)
+    edit_config(run, "train", steps=10)
+    edit_config(run, "model", n_code=8)
+    for load in (load_run, lambda run: load_run(run, "last"), resume):
+        with pytest.raises(CheckpointError, match=r"model\.n_code"):
+            load(run)
+    edit_config(run, "model", n_code="many")
+    with pytest.raises(CheckpointError, match=r"config\.json: .*n_code.*; undo the edit"):
+        load_run(run)
+
+
+def test_runs_of_another_version_give_one_line(tmp_path):
+    write_json(tmp_path / "config.json", tiny_run(tmp_path).to_dict() | {"format": 2})
+    with pytest.raises(CheckpointError, match=r"another version.*format 2.*; train it again"):
+        load_run(tmp_path)
 
 
 @pytest.mark.parametrize("kind", [str, Path])
@@ -96,7 +120,7 @@ def test_load_run_returns_the_learned_tokenizer(tmp_path):
     assert max(tokens) < tokenizer.vocab_size == config.model.vocab_size
     assert tokenizer.decode(tokens) == text.encode()
 
-    vocabulary = run / MODEL_FILE
+    vocabulary = run / JSON_FILE
     vocabulary.write_bytes(vocabulary.read_bytes()[:-1])
     with pytest.raises(UserError, match="corrupt"):
         load_run(run)

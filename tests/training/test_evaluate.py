@@ -9,8 +9,8 @@ import pytest
 from helpers import tiny_run
 from test_evaluation import nats_of
 
-from transformer_vq.data.corpus import prepare
-from transformer_vq.data.tokenizers import MODEL_FILE, load_tokenizer
+from transformer_vq.data.prepare import prepare
+from transformer_vq.data.tokenizers import JSON_FILE, load_tokenizer
 from transformer_vq.training.checkpoint import load_model, read_config
 from transformer_vq.training.evaluate import evaluate
 from transformer_vq.training.run import train
@@ -48,9 +48,12 @@ def train_on_books(tmp_path):
     write_books(
         tmp_path, ["It was the best of times,", "it was the worst of times.", "Call me Ishmael."]
     )
-    config = tiny_run(tmp_path, model={"vocab_size": 300}, train={"steps": 1})
+    config = tiny_run(tmp_path, model={"vocab_size": 270}, train={"steps": 1})
     config = replace(
-        config, data=replace(config.data, dataset="pg19", path=str(tmp_path), end_of_document=False)
+        config,
+        data=replace(
+            config.data, dataset="pg19", path=str(tmp_path), tokenizer="bpe", end_of_document=False
+        ),
     )
     train(config, tmp_path / "run")
     return tmp_path / "run"
@@ -81,7 +84,7 @@ def test_evaluate_rejects_books_in_another_vocabulary(tmp_path):
     tolstoy = ["Happy families are all alike;", "every unhappy family is unhappy."]
     write_books(tmp_path / "elsewhere", tolstoy)
     other = replace(own, path=str(tmp_path / "elsewhere"))
-    explicit = replace(other, tokenizer=str(run / MODEL_FILE))
+    explicit = replace(other, tokenizer=str(run / JSON_FILE))
     found = evaluate(run, data=other, max_tokens=50)
     assert found == evaluate(run, data=explicit, max_tokens=50)
 
@@ -90,10 +93,10 @@ def test_evaluate_rejects_books_in_another_vocabulary(tmp_path):
     message = f"do not have the vocabulary of {run}; use --data.tokenizer {run}$"
     with pytest.raises(ValueError, match=message):
         evaluate(run)
-    evaluate(run, data=replace(own, tokenizer=str(run / MODEL_FILE)), max_tokens=50)
+    evaluate(run, data=replace(own, tokenizer=str(run / JSON_FILE)), max_tokens=50)
 
     # A vocabulary given by the user is not replaced silently.
-    learned = prepare(own, 300).folder / MODEL_FILE
+    learned = prepare(own, 270).folder / JSON_FILE
     with pytest.raises(ValueError, match=message):
         evaluate(run, data=replace(other, tokenizer=str(learned)))
 

@@ -17,9 +17,8 @@ from transformer_vq.training.checkpoint import (
     newest_checkpoint,
     read_config,
 )
-from transformer_vq.training.history import read_history
 from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.run import resume, train, train_or_resume
+from transformer_vq.training.run import read_history, resume, train, train_or_resume
 
 # Ten steps, of which the last four decay. The decays of longer runs start at 9 and 18; none of the
 # starts is a multiple of `save_every`. Validations are at 2, 4, ...

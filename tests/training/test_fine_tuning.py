@@ -9,7 +9,7 @@ from helpers import tiny_config, tiny_run
 from test_evaluate import train_on_books, write_books
 
 from transformer_vq import TransformerVQ
-from transformer_vq.data.corpus import prepare
+from transformer_vq.data.prepare import prepare
 from transformer_vq.files import read_tensors
 from transformer_vq.training.checkpoint import (
     MODEL,
@@ -18,7 +18,7 @@ from transformer_vq.training.checkpoint import (
     newest_checkpoint,
     read_config,
 )
-from transformer_vq.training.initial import initial_model, initial_model_config
+from transformer_vq.training.loading import initial_model, initial_model_config
 from transformer_vq.training.run import resume, train
 
 
@@ -211,12 +211,12 @@ def test_another_end_of_document_is_rejected_with_the_option_that_fixes_it(tmp_p
 def test_the_tokenizer_of_the_source_is_used_by_default(tmp_path):
     source = train_on_books(tmp_path)
     config = fine_tuning(source)
-    text = replace(config.data, dataset="text", path=str(tmp_path / "train"))
+    text = replace(config.data, dataset="text", path=str(tmp_path / "train"), tokenizer=None)
     train(replace(config, data=text), tmp_path / "tuned")
-    vocabularies = [run / "tokenizer.model" for run in (source, tmp_path / "tuned")]
+    vocabularies = [run / "tokenizer.json" for run in (source, tmp_path / "tuned")]
     assert vocabularies[0].read_bytes() == vocabularies[1].read_bytes()
     assert read_config(tmp_path / "tuned").data.tokenizer == str(vocabularies[0])
-    with pytest.raises(CheckpointError, match=r"300 tokens \(tokenizer .*leave out --data.token"):
+    with pytest.raises(CheckpointError, match=r"270 tokens \(tokenizer .*leave out --data.token"):
         train(replace(config, data=replace(text, tokenizer="bytes")), tmp_path / "other")
 
 
@@ -224,11 +224,11 @@ def test_resume_rejects_another_tokenizer(tmp_path):
     run = train_on_books(tmp_path)
     config = read_config(run)
     write_books(tmp_path / "other", ["Other words,", "and a longer sentence of them."])
-    other = prepare(replace(config.data, path=str(tmp_path / "other")), 300)
-    given = replace(config.data, tokenizer=str(tmp_path / "my.model"))
-    (tmp_path / "my.model").write_bytes((run / "tokenizer.model").read_bytes())
+    other = prepare(replace(config.data, path=str(tmp_path / "other")), 270)
+    given = replace(config.data, tokenizer=str(tmp_path / "my.json"))
+    (tmp_path / "my.json").write_bytes((run / "tokenizer.json").read_bytes())
     train(replace(config, data=given), tmp_path / "tuned")
-    (tmp_path / "my.model").write_bytes((other.folder / "tokenizer.model").read_bytes())
+    (tmp_path / "my.json").write_bytes((other.folder / "tokenizer.json").read_bytes())
     with pytest.raises(CheckpointError, match="tokenizer of the data is not that of"):
         resume(tmp_path / "tuned")
 

@@ -17,8 +17,13 @@ from transformer_vq.cli.main import main
 from transformer_vq.presets import PRESETS
 from transformer_vq.training.checkpoint import load_model, read_config
 from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.packaged import MODELS, find_run, is_packaged, packaged_models
-from transformer_vq.training.packaging import package_run
+from transformer_vq.training.packaged import (
+    MODELS,
+    find_run,
+    is_packaged,
+    package_run,
+    packaged_models,
+)
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom.\n" * 40
 
@@ -136,12 +141,6 @@ def test_what_is_impossible_is_reported_with_the_fix(command, fix, here, capsys)
     assert error.count("\n") == 1
 
 
-def test_report_of_a_packaged_model_goes_to_the_working_directory(here, unchanged_package, capsys):
-    main(["report", "books", "--samples", "0"])
-    assert capsys.readouterr().out.strip() == "books-report.html"
-    assert "bits per byte" in (here / "books-report.html").read_text()
-
-
 def test_plot_of_a_packaged_model_goes_to_the_working_directory(here, unchanged_package, capsys):
     main(["plot", "books"])
     assert capsys.readouterr().out.strip() == "books.png"
@@ -234,7 +233,7 @@ def test_packaging_keeps_the_model_up_to_bf16_and_drops_paths(tmp_path):
     assert replace(stored, data=config.data) == config
     assert read_metrics(tmp_path / "packaged")[-1] == read_metrics(run)[-1]
     files = {path.name for path in (tmp_path / "packaged").rglob("*") if path.is_file()}
-    assert files == {"config.json", "metrics.jsonl", "model.safetensors"}
+    assert files == {"config.json", "manifest.json", "metrics.jsonl", "model.safetensors"}
 
 
 def test_evaluation_of_a_packaged_model_needs_data():

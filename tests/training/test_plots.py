@@ -9,7 +9,7 @@ from helpers import tiny_run
 from matplotlib.figure import Figure
 
 from transformer_vq.errors import UserError
-from transformer_vq.files import write_verified_json
+from transformer_vq.files import write_json
 from transformer_vq.training.evaluate import evaluate
 from transformer_vq.training.plots import (
     MIN_TOKENS,
@@ -34,7 +34,7 @@ def test_plot_run_writes_curves_and_a_figure_per_evaluation(tmp_path, attention,
     train(tiny_run(tmp_path, model={"attention": attention}, train={"steps": 4}), run)
     assert plot_run(kind(run)) == [run / "curves.png"]
     evaluation = evaluate(run, max_tokens=50).to_dict()
-    write_verified_json(run / "evaluation-test.json", evaluation)
+    write_json(run / "evaluation-test.json", evaluation)
     figures = [tmp_path / "figures" / "loss.png", run / "evaluation-test.png"]
     assert plot_run(kind(run), kind(figures[0])) == figures
     for path in [run / "curves.png", *figures]:

@@ -18,7 +18,7 @@ from helpers import interrupt_after, losses, tiny_run
 
 from transformer_vq import TransformerVQ
 from transformer_vq.cli.main import main
-from transformer_vq.data.corpus import prepare
+from transformer_vq.data.prepare import prepare
 from transformer_vq.data.tokenizers import ByteTokenizer
 from transformer_vq.evaluation import score
 from transformer_vq.files import write_json
@@ -171,7 +171,7 @@ def test_commands_name_the_edited_fields_of_a_config(tmp_path, capsys, part, cha
     path = tmp_path / "run" / "config.json"
     values = json.loads(path.read_text())
     write_json(path, values | {part: values[part] | change})
-    for command in ("sample", "eval", "resume", "report"):
+    for command in ("sample", "eval", "resume"):
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
             main([command, str(tmp_path / "run")])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from helpers import interrupt_after, tiny_run
 
-from transformer_vq.files import write_verified_json
+from transformer_vq.files import write_json
 from transformer_vq.training.checkpoint import locked
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.run import train
@@ -103,7 +103,7 @@ def test_datasets_are_named_by_their_first_path(tmp_path):
 
 
 def test_settings_of_other_versions_are_corrupt_not_an_exception(run):
-    write_verified_json(run / "config.json", {"format": 1, "model": {"old": 3}})
+    write_json(run / "config.json", {"format": 1, "model": {"old": 3}})
     assert summarize(run).status == "corrupt"
 
 

@@ -41,8 +41,7 @@ from transformer_vq.config import ModelConfig, OptimConfig, RunConfig
 from transformer_vq.files import read_tensors
 from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
 from transformer_vq.presets import PRESETS
-from transformer_vq.training.checkpoint import checkpoint_steps, newest_checkpoint
-from transformer_vq.training.result import TrainingResult
+from transformer_vq.training.checkpoint import TrainingResult, checkpoint_steps, newest_checkpoint
 from transformer_vq.training.run import resume, train
 
 TINY = PRESETS["tiny"]

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from transformer_vq import PRESETS, TransformerVQ
 from transformer_vq.config import OptimConfig, ParallelConfig, RunConfig, TrainConfig
-from transformer_vq.ops.execution import EXECUTIONS
+from transformer_vq.ops.runtime import EXECUTIONS
 from transformer_vq.parallel.tensor_parallel import sharded_axes
 from transformer_vq.training.optim import make_optimizer
 from transformer_vq.training.sizes import flops_per_token, sizes

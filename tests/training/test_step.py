@@ -9,7 +9,7 @@ from helpers import assert_close, tiny_run
 
 from transformer_vq import TransformerVQ
 from transformer_vq.data.batches import Batch, TrainingBatches
-from transformer_vq.data.corpus import prepare
+from transformer_vq.data.prepare import prepare
 from transformer_vq.nn.quantizer import NotFiniteError
 from transformer_vq.training.optim import learning_rate, make_optimizer
 from transformer_vq.training.step import Trainer

@@ -13,7 +13,7 @@ import torch
 from helpers import interrupt_after, losses, tiny_run
 
 from transformer_vq import TransformerVQ
-from transformer_vq.data.corpus import prepare
+from transformer_vq.data.prepare import prepare
 from transformer_vq.errors import UserError
 from transformer_vq.training import loop
 from transformer_vq.training import run as runs
@@ -121,7 +121,7 @@ def test_tensorboard_receives_the_same_values(tmp_path):
 
 @pytest.mark.parametrize(("memory", "accumulate"), [(1 << 40, 1), (300_000, 4), (0, 4)])
 def test_accumulate_zero_divides_the_batch_until_it_fits(tmp_path, monkeypatch, memory, accumulate):
-    monkeypatch.setattr("transformer_vq.training.memory.total_memory", lambda device: memory)
+    monkeypatch.setattr("transformer_vq.training.run.total_memory", lambda device: memory)
     monkeypatch.setattr(runs, "check_memory", lambda config, world: None)
     train(tiny_run(tmp_path, train={"steps": 1, "accumulate": 0}), tmp_path / "run")
     assert read_config(tmp_path / "run").train.accumulate == accumulate

@@ -15,10 +15,10 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from transformer_vq.checks import shown
 from transformer_vq.cli.messages import LIST_HINT, tyro_error, unexpected_words
 from transformer_vq.cli.messages import nearest as nearest
 from transformer_vq.config import RunConfig
-from transformer_vq.config.checks import shown
 from transformer_vq.errors import UserError
 from transformer_vq.presets import PRESETS
 

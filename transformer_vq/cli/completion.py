@@ -20,12 +20,10 @@ POSITIONAL = {
     "export": ("--folder",),
     "plot": ("--paths",),
     "runs": ("--folder",),
-    "bench compare": ("--runs",),
-    "bench compress": ("--runs",),
 }
 """Fields that are not options."""
 WITH_PRESET = ("train", "info", "config")
-NO_FILES = ("", "bench", "train", "prepare")
+NO_FILES = ("", "train", "prepare")
 """Commands whose first word is not a file; the empty name is `tvq` itself."""
 
 
@@ -45,32 +43,22 @@ def completion_script(shell: str) -> str:
 
 
 def option_classes() -> dict[str, Any]:
-    """Return the option dataclass of every command, such as "train" or "bench decode"."""
-    from transformer_vq.cli.bench import BENCHES, module_of
+    """Return the option dataclass of every command."""
     from transformer_vq.cli.main import COMMANDS
 
-    found = {
+    return {
         name: getattr(import_module(module), f"{name.title()}Options")
         for name, (module, _) in COMMANDS.items()
-        if name != "bench"
     }
-    for name in BENCHES:
-        module = import_module(module_of(name))
-        found[f"bench {name}"] = getattr(module, name.title().replace("-", ""))
-    return found
 
 
 def _words_by_command() -> dict[str, Words]:
     """Return the words of every command; the empty name is `tvq` itself."""
-    from transformer_vq.cli.bench import BENCHES
     from transformer_vq.cli.main import COMMANDS
     from transformer_vq.cli.resume import FIXED_FIELDS
 
     top = ("--help", "--version", "--print-completion")
-    found = {
-        "": Words((*COMMANDS, *top), (), {"--print-completion": SHELLS}),
-        "bench": Words(tuple(BENCHES), ("--help",), {}),
-    }
+    found = {"": Words((*COMMANDS, *top), (), {"--print-completion": SHELLS})}
     fixed = {f"--{name.replace('_', '-')}" for name in FIXED_FIELDS}
     for command, kind in option_classes().items():
         options, choices = [], {}
@@ -126,9 +114,6 @@ _tvq() {{
   local command="" place=1 first="" options="" values=""
   if (( COMP_CWORD > 1 )) && [[ "${{COMP_WORDS[1]}}" != -* ]]; then
     command="${{COMP_WORDS[1]}}" place=2
-    if [[ "$command" == bench ]] && (( COMP_CWORD > 2 )); then
-      command="bench ${{COMP_WORDS[2]}}" place=3
-    fi
   fi
   case "$command" in
 {_cases(words, "    ")}
@@ -156,9 +141,6 @@ _tvq() {{
   local command="" place=2 first="" options="" values=""
   if (( CURRENT > 2 )) && [[ "${{words[2]}}" != -* ]]; then
     command="${{words[2]}}" place=3
-    if [[ "$command" == bench ]] && (( CURRENT > 3 )); then
-      command="bench ${{words[3]}}" place=4
-    fi
   fi
   case "$command" in
 {_cases(words, "    ")}

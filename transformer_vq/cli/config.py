@@ -8,7 +8,7 @@ from transformer_vq.cli.options import Config, Flat
 from transformer_vq.cli.output import one_line
 from transformer_vq.cli.starting_point import StartingPoint, parse_from, starting_point
 from transformer_vq.config import ModelConfig, RunConfig
-from transformer_vq.config.files import FileFormat
+from transformer_vq.config_files import FileFormat
 from transformer_vq.presets import PRESETS
 
 
@@ -33,7 +33,7 @@ def run(arguments: list[str]) -> None:
     start, rest = starting_point(arguments, "config", ConfigOptions, example, runs=True)
     options = parse_from(start, rest, f"config {start.name}", ConfigOptions(PRESETS["tiny"]))
 
-    from transformer_vq.config.file_text import config_text
+    from transformer_vq.config_files import config_text
 
     preset, base = None, None
     if options.changed_only:

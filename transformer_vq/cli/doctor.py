@@ -23,15 +23,15 @@ class DoctorOptions:
     """Check this installation on a device, and print a report for a GitHub issue.
 
     Compares every implementation of the attention and the decoder with float64, outputs and
-    gradients, in fp32 and bf16. Repeats steps to find results that are not deterministic, counts
-    how often the host waits for a GPU, and measures training and decoding. Takes about two minutes
+    gradients. Repeats steps to find results that are not deterministic, counts
+    how often the host waits for a GPU, and measures training and decoding. Takes a few minutes
     on two cores, most of it for torch.compile. The report is Markdown, without paths, host names
     and user names. The exit status is 1 if a check failed.
     """
 
     device: DoctorDevice = "auto"
     quick: bool = False
-    """Do not compile and do not measure speed; about 20 seconds on two cores."""
+    """Do not compile and do not measure speed; about 30 seconds on two cores."""
     out: Path | None = None
     """Markdown file to write the report to, in addition to stdout."""
     overwrite: Overwrite = False
@@ -42,20 +42,19 @@ def run(arguments: list[str]) -> int:
     """Print the report; return the exit status."""
     options = parse(DoctorOptions, arguments, "doctor")
 
+    from transformer_vq import doctor
     from transformer_vq.device import find_device
-    from transformer_vq.doctor import report
-    from transformer_vq.doctor.examine import examine
     from transformer_vq.files import check_can_write, write_text
 
     check_can_write("--out", options.out, options.overwrite)
-    diagnosis = examine(find_device(options.device), quick=options.quick)
-    text = report.markdown(diagnosis)
+    diagnosis = doctor.examine(find_device(options.device), quick=options.quick)
+    text = doctor.markdown(diagnosis)
     if options.out is not None:
         write_text(options.out, f"{text}\n")
     print(text)
-    print_json(report.record(diagnosis), options.json)
+    print_json(doctor.record(diagnosis), options.json)
     if not diagnosis.failed:
         return 0
     sys.stdout.flush()
-    print(f"tvq: {report.summary(diagnosis)}", file=sys.stderr)
+    print(f"tvq: {doctor.summary(diagnosis)}", file=sys.stderr)
     return 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -69,7 +69,7 @@ def run(arguments: list[str]) -> None:
     name, rest = first_word(arguments, "eval", "RUN", RUN_HINT, EvalOptions, example)
 
     from transformer_vq.device import find_device, keep_freed_memory
-    from transformer_vq.files import check_can_write, write_verified_json
+    from transformer_vq.files import check_can_write, write_json
     from transformer_vq.threads import share_cores
     from transformer_vq.training.checkpoint import read_config
     from transformer_vq.training.evaluate import default_split, evaluate
@@ -78,7 +78,7 @@ def run(arguments: list[str]) -> None:
     folder = find_run(name)
     config = read_config(folder)
     # Weights apply to the paths of the run only.
-    own = replace(config.data, weights=())
+    own = config.data
     default = EvalOptions(own, cast(Any, default_split(folder)))
     options = parse(EvalOptions, rest, f"eval {name}", default)
     check_can_write("--out", options.out, options.overwrite)
@@ -110,7 +110,7 @@ def run(arguments: list[str]) -> None:
     if out is None and options.data == own and options.max_tokens is None:
         out = folder / f"evaluation-{options.split}.json"
     if out is not None:
-        write_verified_json(out, result.to_dict())
+        write_json(out, result.to_dict())
     print_json(result.to_dict(), options.json)
 
 

@@ -23,52 +23,39 @@ class ExportOptions:
     """hf: for transformers. onnx: the graphs forward, prefill and decode, without a tokenizer."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights; codebooks are always float32."""
-    max_shard_size: str = "50GB"
-    """Maximum size of a weight file, such as 500MB or 2GB; larger models are split."""
     chat_template: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Jinja chat template, for apply_chat_template. None uses that of the run, if it has one."""
     license: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """License of the model for its card, named as on the Hub, such as mit or cc-by-4.0. None states
     a license only for models in the package."""
-    push_to_hub: Annotated[str | None, tyro.conf.arg(metavar="REPO_ID")] = None
-    """Upload the folder to this repository of the Hugging Face Hub, such as me/my-model."""
-    private: bool = False
-    """Make the repository of --push-to-hub private."""
+    name: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Name of the model in its card, such as me/my-model. None uses the name of the folder."""
 
 
 def run(arguments: list[str]) -> None:
     """Export a run."""
     name, rest = first_word(arguments, "export", "RUN", RUN_HINT, ExportOptions)
     options = parse(ExportOptions, rest, f"export {name}")
-    if options.private and options.push_to_hub is None:
-        raise UsageError("--private: needs --push-to-hub REPO_ID")
     if options.format == "onnx":
         _export_onnx(name, options)
         return
 
     from transformer_vq.hf.export import export
-    from transformer_vq.hf.hub import check_can_push, push_folder
     from transformer_vq.training.packaged import find_run
 
-    repo = options.push_to_hub
-    if repo is not None:
-        check_can_push(repo)
     which = export(
         find_run(name),
         options.folder,
         options.checkpoint,
         dtype=options.dtype,
-        max_shard_size=options.max_shard_size,
         chat_template=options.chat_template,
-        name=repo,
+        name=options.name,
         license_id=options.license,
     )
     print(f"{options.folder}: {which} of {name}, with a model card in README.md")
-    if repo is not None:
-        print(f"uploaded to {push_folder(options.folder, repo, options.private)}")
     print("load it with transformers, either after the import or with trust_remote_code=True:")
     print("  import transformer_vq.hf")
-    print(f"  AutoModelForCausalLM.from_pretrained({repo or str(options.folder)!r})")
+    print(f"  AutoModelForCausalLM.from_pretrained({str(options.folder)!r})")
 
 
 def _export_onnx(name: str, options: ExportOptions) -> None:

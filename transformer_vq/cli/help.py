@@ -22,7 +22,7 @@ from tyro.constructors import (
 from transformer_vq.cli.arguments import value_type
 from transformer_vq.cli.messages import is_flag
 from transformer_vq.config import RunConfig
-from transformer_vq.config.files import SECTIONS
+from transformer_vq.config_files import SECTIONS
 
 METAVARS: dict[Any, str] = {str: "STR", int: "INT", float: "FLOAT", Path: "PATH"}
 

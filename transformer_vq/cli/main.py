@@ -24,7 +24,7 @@ from transformer_vq.cli.output import (
     one_line,
     os_error_message,
 )
-from transformer_vq.config.files import ConfigFileError
+from transformer_vq.config_files import ConfigFileError
 from transformer_vq.errors import (
     NotEnoughMemoryError,
     TrainingError,
@@ -46,9 +46,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "info": ("transformer_vq.cli.info", "show parameters, FLOPs, state size and memory"),
     "config": ("transformer_vq.cli.config", "print a config file to start from"),
     "runs": ("transformer_vq.cli.runs", "list the runs in a folder"),
-    "report": ("transformer_vq.cli.report", "write an HTML page about a run"),
-    "plot": ("transformer_vq.cli.plot", "plot a run, several runs, or a recorded benchmark"),
-    "bench": ("transformer_vq.cli.bench", "measure speed and memory"),
+    "plot": ("transformer_vq.cli.plot", "plot a run, or compare several runs"),
+    "demo": ("transformer_vq.cli.demo", "train a small model in minutes, check the equality"),
     "doctor": ("transformer_vq.cli.doctor", "check this installation; report for an issue"),
 }
 

@@ -16,7 +16,7 @@ Config = Annotated[
     Path | None,
     tyro.conf.arg(
         metavar="FILE",
-        help="Config file (.toml, .yaml or .json), or a run folder whose config is used. Options "
+        help="Config file (.toml or .json), or a run folder whose config is used. Options "
         "on the command line override the file, which overrides PRESET.",
     ),
 ]

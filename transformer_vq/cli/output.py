@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from transformer_vq.errors import NotEnoughMemoryError, is_out_of_memory
 
 if TYPE_CHECKING:
-    from transformer_vq.training.result import TrainingResult
+    from transformer_vq.training.checkpoint import TrainingResult
 
 
 def program_name() -> str:

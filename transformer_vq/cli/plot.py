@@ -1,4 +1,4 @@
-"""tvq plot: draw the figures of a run, of several runs, or of a recorded benchmark."""
+"""tvq plot: draw the figures of a run, or of several runs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Paths = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar=
 
 @dataclass(frozen=True)
 class PlotOptions:
-    """Plot the loss curves and codebook health of a run, or the figure of a recorded benchmark.
+    """Plot the loss curves and codebook health of a run.
 
     Several runs are compared in one figure.
     """
 
     paths: Paths
-    """Run folder, or a JSON file written by `tvq bench`; or several run folders."""
+    """Run folder, or several."""
     out: Path | None = None
     """PNG file to write. None writes it next to the data and replaces an older figure; for several
     runs, None writes comparison.png, and for a model in the package NAME.png."""
@@ -38,9 +38,7 @@ def run(arguments: list[str]) -> None:
     """Write figures and print their paths."""
     options = parse(PlotOptions, arguments, "plot")
     if not options.paths:
-        raise UsageError(
-            "PATH is missing: give a run folder, several, or a JSON file of a benchmark"
-        )
+        raise UsageError("PATH is missing: give a run folder, or several")
     if options.out is not None and options.out.suffix.lower() != ".png":
         raise UsageError(f"--out {options.out}: figures are PNG files; use a name ending in .png")
     is_comparison = len(options.paths) > 1
@@ -60,9 +58,11 @@ def run(arguments: list[str]) -> None:
         _compare(paths, out, options.x)
         return
 
-    from transformer_vq.bench.plots import plot_path
+    from transformer_vq.training.plots import plot_run
 
-    for path in plot_path(paths[0], out):
+    if not paths[0].is_dir():
+        raise UsageError(f"{paths[0]} is not a run folder")
+    for path in plot_run(paths[0], out):
         print(path)
 
 

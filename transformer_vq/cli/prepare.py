@@ -21,8 +21,7 @@ from transformer_vq.cli.arguments import (
 )
 from transformer_vq.cli.options import Json
 from transformer_vq.cli.output import print_json
-from transformer_vq.config import DataConfig, Dataset
-from transformer_vq.config.data import LEARNED
+from transformer_vq.config import LEARNED, DataConfig, Dataset
 from transformer_vq.errors import UserError
 from transformer_vq.progress import info
 
@@ -43,8 +42,7 @@ class PrepareOptions:
 
     data: Annotated[DataConfig, tyro.conf.arg(name="")]
     vocab_size: int | None = None
-    """Size of a vocabulary that is learned; None uses 8,192 for bpe and 32,000 for sentencepiece.
-    """
+    """Size of a vocabulary that is learned; None uses 8,192."""
     json: Json = False
 
 
@@ -85,8 +83,8 @@ def run(arguments: list[str]) -> None:
 
 
 def _prepare(options: PrepareOptions) -> Corpus:
-    from transformer_vq.data.corpus import prepare
-    from transformer_vq.data.sources.enwik8 import download
+    from transformer_vq.data.corpora import download
+    from transformer_vq.data.prepare import prepare
 
     data = options.data
     if data.dataset == "enwik8" and not data.path:

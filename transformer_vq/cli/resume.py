@@ -8,7 +8,7 @@ from pathlib import Path
 from transformer_vq.cli.arguments import RUN_HINT, config_fields, first_word, parse
 from transformer_vq.cli.options import Flat, Json
 from transformer_vq.cli.output import out_of_memory_advice, print_training_result
-from transformer_vq.config.run import FREE_FIELDS
+from transformer_vq.config import FREE_FIELDS
 from transformer_vq.presets import PRESETS
 
 # Fields that cannot change when a run is resumed.

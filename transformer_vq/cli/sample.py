@@ -21,7 +21,7 @@ from transformer_vq.cli.arguments import (
 from transformer_vq.cli.options import Checkpoint, Device, Json, Overwrite
 from transformer_vq.cli.output import out_of_memory_advice, print_json
 from transformer_vq.config import Precision
-from transformer_vq.generation import defaults
+from transformer_vq.generation import NEW_TOKENS, TEMPERATURE, TOP_P
 
 if TYPE_CHECKING:
     from transformer_vq.data.tokenizers import Tokenizer
@@ -46,11 +46,11 @@ class SampleOptions:
     prompt_file: Path | None = None
     """File with the text to continue; - reads standard input. It may have any length: memory use is
     constant."""
-    tokens: int = defaults.NEW_TOKENS
+    tokens: int = NEW_TOKENS
     """Maximum number of tokens to generate."""
-    temperature: float = defaults.TEMPERATURE
+    temperature: float = TEMPERATURE
     """Softmax temperature; below 1 favors likely tokens, 0 always chooses the most likely one."""
-    top_p: float = defaults.TOP_P
+    top_p: float = TOP_P
     """Nucleus sampling: keep the most likely tokens that together reach this probability."""
     top_k: int | None = None
     """Sample from the k most likely tokens only."""
@@ -136,7 +136,7 @@ def _sample_images(
 ) -> Path:
     """Write a PNG file with the samples; return its path."""
     from transformer_vq.device import state_dtype
-    from transformer_vq.generation.images import sample_images, save_grid
+    from transformer_vq.generation.text import sample_images, save_grid
 
     out = folder / "samples.png" if options.out is None else options.out
     images = sample_images(

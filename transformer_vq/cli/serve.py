@@ -28,7 +28,7 @@ RUN_HINT = "RUN is a run folder, one written by `tvq export`, or books, the mode
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Serve a model with the OpenAI API at /v1, a page to try it at /, and API docs at /docs.
+    """Serve a model with the OpenAI API at /v1, and a page to try it at /.
 
     Many requests are processed at the same time; the memory of each is constant, whatever its
     length.
@@ -65,19 +65,15 @@ class ServeOptions:
     stop_time: float = 10.0
     """Seconds for requests in progress after Ctrl-C or SIGTERM."""
     store: Path | None = None
-    """Folder for contexts and prefixes, of one server at a time. None uses a folder per model in
+    """Folder for contexts, of one server at a time. None uses a folder per model in
     ~/.cache/transformer_vq, or in that of XDG_CACHE_HOME."""
     contexts_mb: int = 10_000
     """Largest size of all stored contexts in megabytes."""
     prefix_memory_mb: int = 512
-    """Memory for the beginnings of prompts, which are not read again; 0 disables it."""
-    prefix_disk_mb: int = 0
-    """Disk space for those that don't fit in memory; they also survive a restart."""
+    """Memory for the beginnings of prompts, which are not processed again; 0 disables it."""
     checkpoint: Checkpoint = "best"
     precision: Precision = "fp32"
     """fp32, or bf16 for matrix products."""
-    state_precision: Precision = "fp32"
-    """fp32, or bf16 for the values in the states: a token reads half of their bytes."""
     device: Device = "auto"
 
 
@@ -91,7 +87,7 @@ def run(arguments: list[str]) -> None:
     check_range("--max-connections", options.max_connections, 1, 10**6)
     for field in ("max_tokens", "max_prompt_tokens", "max_body_mb"):
         check_range(f"--{field.replace('_', '-')}", getattr(options, field), 1, 10**9)
-    for field in ("contexts_mb", "prefix_memory_mb", "prefix_disk_mb"):
+    for field in ("contexts_mb", "prefix_memory_mb"):
         check_range(f"--{field.replace('_', '-')}", getattr(options, field), 0, 10**9)
     for field in ("client_timeout", "time_limit", "stop_time"):
         if not 0 < getattr(options, field) < 10**9:
@@ -126,12 +122,11 @@ def _check_key(key: str) -> None:
 
 def _service(name: str, options: ServeOptions, api_key: str | None, held: ExitStack) -> Service:
     """Load the model and open its store, which stays locked until `held` is closed."""
-    from transformer_vq.data.sources.paths import expand_user
+    from transformer_vq.data.paths import expand_user
     from transformer_vq.device import (
         find_device,
         keep_freed_memory,
         matmul_precision,
-        state_dtype,
     )
     from transformer_vq.errors import UserError
     from transformer_vq.files import lock_folder
@@ -162,20 +157,13 @@ def _service(name: str, options: ServeOptions, api_key: str | None, held: ExitSt
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
     in_use = UserError(f"another server uses {store}; stop it, or use another --store")
     held.enter_context(lock_folder(store, in_use))
-    prefixes = PrefixStore(
-        snapshots,
-        options.prefix_memory_mb * MEGABYTE,
-        store / "prefixes",
-        options.prefix_disk_mb * MEGABYTE,
-    )
     engine = Engine(
         model,
         tokenizer,
-        prefixes,
+        PrefixStore(options.prefix_memory_mb * MEGABYTE),
         options.slots,
         options.queue,
         lambda: matmul_precision(device, options.precision),
-        state_dtype(options.state_precision),
     )
     return Service(
         name=options.name or Path(name).resolve().name,

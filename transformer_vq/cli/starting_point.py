@@ -21,7 +21,7 @@ from transformer_vq.cli.arguments import (
     parse,
 )
 from transformer_vq.config import ModelConfig, RunConfig
-from transformer_vq.config.files import ConfigFile, ConfigFileError, read_config_file
+from transformer_vq.config_files import ConfigFile, ConfigFileError, read_config_file
 from transformer_vq.presets import PRESETS
 
 HINT = f"{PRESET_HINT}; or use --config FILE"
@@ -143,6 +143,6 @@ def _with_run(options: T, run: RunConfig) -> T:
 
 
 def _model_of(init_from: str) -> ModelConfig:
-    from transformer_vq.training.initial import initial_model_config
+    from transformer_vq.training.loading import initial_model_config
 
     return initial_model_config(init_from)

@@ -1,16 +1,27 @@
-"""The Jinja environment of chat templates, equal to that of transformers."""
+"""Chat templates: Jinja files that convert messages to text.
+
+Export and server use the one environment here, which has the settings, the extensions and the
+functions of transformers, so that a template that loads in one loads in the others.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from datetime import datetime
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, nodes
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from transformer_vq.errors import UserError
+
+Templates = str | dict[str, str] | list[dict[str, str]]
+"""One template, or several with names; transformers reads all of these."""
 
 
 class _Generation(Extension):
@@ -32,6 +43,30 @@ def compile_chat_template(text: str) -> Template:
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_raise, strftime_now=_strftime_now)
     return environment.from_string(text)
+
+
+def read_chat_template(path: Path) -> str:
+    """Return the template in a file; raise UserError if it cannot be read or is not valid Jinja."""
+    try:
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not UTF-8 text; give a Jinja file") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; give a Jinja file") from None
+    if not text.strip():
+        raise UserError(f"{path} is empty; give a Jinja file")
+    try:
+        compile_chat_template(text)
+    except TemplateSyntaxError as error:
+        raise UserError(f"{path}, line {error.lineno}: {error.message}; fix the template") from None
+    return text
+
+
+def writes_special_tokens(templates: Templates | None, names: Iterable[str]) -> bool:
+    """Return whether a template contains special tokens, by variable or by name."""
+    wanted = ("bos_token", "eos_token", "pad_token", *names)
+    text = "" if templates is None else json.dumps(templates, ensure_ascii=False)
+    return any(name in text for name in wanted)
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

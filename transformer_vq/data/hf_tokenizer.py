@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,10 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from transformer_vq.data.hf_token_texts import token_texts
-from transformer_vq.data.sources.base import DataError
-from transformer_vq.data.sources.paths import error_reason
-from transformer_vq.data.tokenizer_files import (
+from transformer_vq.data.paths import DataError, error_reason
+from transformer_vq.data.tokenizers import (
     CONFIG_FILE,
     JSON_FILE,
     read_tokenizer_file,
@@ -25,16 +23,16 @@ from transformer_vq.data.tokenizer_files import (
 )
 from transformer_vq.errors import UserError, missing_extra
 from transformer_vq.files import (
-    DIGEST,
     atomic_write,
     read_json,
-    read_verified_json,
-    write_verified_json,
+    write_json,
 )
 
 TEMPLATE_FILE = "chat_template.jinja"
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]")
 _EOS_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]")
+_SPACE = "\u2581"
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _ESCAPES = re.compile("([\udc80-\udcff]+)")
 
 
@@ -171,9 +169,9 @@ class HFTokenizer:
         return b"".join(self._texts[int(token)] for token in tokens)
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json, and tokenizer_config.json with a checksum."""
+        """Write tokenizer.json, and tokenizer_config.json with its settings."""
         settings = {name: x for name, x in asdict(self.settings).items() if x is not None}
-        write_verified_json(folder / CONFIG_FILE, settings)
+        write_json(folder / CONFIG_FILE, settings)
         self.save_vocabulary(folder)
 
     def save_vocabulary(self, folder: Path) -> None:
@@ -220,8 +218,6 @@ def _read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = read_json(path)
-        if isinstance(value, dict) and DIGEST in value:  # written by `HFTokenizer.save`
-            value = read_verified_json(path)
     except UserError as error:
         raise DataError(f"{error_reason(error)}; restore it") from error
     if not isinstance(value, dict):
@@ -266,3 +262,92 @@ def _encoding_error(error: Exception) -> DataError:
     return DataError(
         f"the tokenizer cannot encode a text: {error_reason(error)}; use another --data.tokenizer"
     )
+
+
+def token_texts(
+    model: Any, layout: dict[str, Any], names: dict[int, str], vocab_size: int
+) -> list[bytes]:
+    """Return the UTF-8 text of each token; empty for special tokens and unused ids.
+
+    Exact for the decoders ByteLevel, Metaspace and ByteFallback, except that a space before the
+    first word is kept. For other decoders, each token is decoded as if it were alone.
+    model: a `tokenizers.Tokenizer`. layout: the content of its tokenizer.json.
+    """
+    steps = _steps(layout.get("decoder"))
+    text_of = _text_function(model, steps)
+    added = model.get_added_tokens_decoder()
+    unknown = _unknown_token(layout["model"])
+    is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
+    texts = []
+    for token in range(vocab_size):
+        name = names.get(token)
+        if name is None:
+            texts.append(b"")
+        elif unknown in (token, name):
+            texts.append("\ufffd".encode())
+        elif token in added and added[token].special:
+            texts.append(b"")
+        elif token in added and is_byte_level:
+            texts.append(name.encode())
+        else:
+            texts.append(text_of(name))
+    return texts
+
+
+def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the decoders of a sequence in one list."""
+    if decoder is None:
+        return []
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for part in decoder["decoders"] for step in _steps(part)]
+
+
+def _unknown_token(model: dict[str, Any]) -> int | str | None:
+    """Return the id or the name of the token for unknown text."""
+    unknown = model.get("unk_token") or model.get("unk_id")
+    return unknown if isinstance(unknown, (int, str)) else None
+
+
+def _text_function(model: Any, steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
+    kinds = {step["type"]: step for step in steps}
+    if "ByteLevel" in kinds:
+        byte_of = _byte_alphabet()
+        return lambda name: b"".join(
+            bytes([byte_of[x]]) if x in byte_of else x.encode() for x in name
+        )
+    if "WordPiece" in kinds:
+        prefix = kinds["WordPiece"].get("prefix", "##")
+        return lambda name: (
+            name.removeprefix(prefix).encode() if name.startswith(prefix) else f" {name}".encode()
+        )
+    if "BPEDecoder" in kinds:
+        suffix = kinds["BPEDecoder"].get("suffix", "</w>")
+        return lambda name: name.replace(suffix, " ").encode()
+    replaces_space = any(
+        step["type"] == "Replace" and step["pattern"] == {"String": _SPACE} for step in steps
+    )
+    if replaces_space or "Metaspace" in kinds or "ByteFallback" in kinds:
+        space = kinds.get("Metaspace", {}).get("replacement", _SPACE)
+        has_bytes = "ByteFallback" in kinds
+
+        def text_of(name: str) -> bytes:
+            found = _BYTE.fullmatch(name) if has_bytes else None
+            return bytes.fromhex(found[1]) if found else name.replace(space, " ").encode()
+
+        return text_of
+    if model.decoder is None:  # the library puts a space between tokens
+        return lambda name: f" {name}".encode()
+    return lambda name: str(model.decoder.decode([name])).encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character of a byte-level vocabulary.
+
+    Printable characters of Latin-1 stand for their own code; the other bytes are the characters
+    from 256 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    codes = [*printable, *range(256, 256 + len(others))]
+    return {chr(code): byte for code, byte in zip(codes, printable + others, strict=True)}

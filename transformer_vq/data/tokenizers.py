@@ -1,41 +1,64 @@
-"""Tokenizers: bytes as they are, or the tokens of a vocabulary file."""
+"""Tokenizers: bytes as they are, or the tokens of a vocabulary file.
+
+SentencePiece models are read here, Hugging Face tokenizers in `hf_tokenizer.py`.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from io import StringIO
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from transformer_vq.data.hf_tokenizer import HFTokenizer
-from transformer_vq.data.sentencepiece_tokenizer import SentencePieceTokenizer
-from transformer_vq.data.sources.base import DataError
-from transformer_vq.data.sources.paths import path_kind
-from transformer_vq.data.tokenizer_files import (
-    CONFIG_FILE,
-    GIVE_TOKENIZER,
-    JSON_FILE,
-    MODEL_FILE,
-    TOKENIZER_FILES,
-    utf8,
-)
-from transformer_vq.data.tokenizer_training import learn_tokenizer
+from transformer_vq.data.paths import DataError, error_reason, path_kind
+from transformer_vq.errors import missing_extra
+from transformer_vq.files import atomic_write
 
-__all__ = [
-    "JSON_FILE",
-    "MODEL_FILE",
-    "TOKENIZER_FILES",
-    "ByteTokenizer",
-    "HFTokenizer",
-    "SentencePieceTokenizer",
-    "Tokenizer",
-    "learn_tokenizer",
-    "load_tokenizer",
-    "open_tokenizer",
-]
+MODEL_FILE = "tokenizer.model"
+JSON_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_FILES = (MODEL_FILE, JSON_FILE)
+"""Names under which a vocabulary is saved; CONFIG_FILE is next to JSON_FILE."""
+
+GIVE_TOKENIZER = (
+    "--data.tokenizer must be bytes, bpe, a SentencePiece .model file, a tokenizer.json, or a "
+    "folder with either"
+)
+
+SEGMENT = 1 << 16  # characters that are tokenized at once, about
+MAX_SEGMENT = 1 << 24  # a text without usable line ends is divided here
+_SURROGATES = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # except those of surrogateescape
+# Places where a text may be divided: a regular expression, the same for the bytes of a token, and
+# texts before and after the place. Both sides of a line end must not be white space.
+_PLACES: tuple[tuple[str, bytes, tuple[str, ...], tuple[str, ...]], ...] = (
+    (
+        r"(?<=\S\n)(?=\S)",
+        rb"\n[^\s]",
+        ("x\n", "the fox.\n", "  f(x) {\n", "1805\n", "a\n\n b,\n", "\u65e5\u672c\u3002\n"),
+        ("y", "The dog\n", "}\n", "1234 5", "\u201cA\u201d", "<p>", "\u00e9t\u00e9"),
+    ),
+    (
+        r"(?<=\S\r\n)(?=\S)",
+        rb"\n[^\s]",
+        ("x\r\n", "the fox.\r\n", "1805\r\n", "a\r\n\r\n b,\r\n", "\u65e5\u672c\u3002\r\n"),
+        ("y", "The dog\r\n", "}\r\n", "1234 5", "\u201cA\u201d", "<p>", "\u00e9t\u00e9"),
+    ),
+    (
+        r"(?<=[A-Za-z])(?= [A-Za-z])",
+        rb"[A-Za-z] [A-Za-z]",
+        ("x", "the fox", "The Dog", "a, b", "f(x) if"),
+        (" y", " jumps over", " A b", " else 3\n", " l'\u00e9t\u00e9"),
+    ),
+)
+_SPACE = "\u2581"  # SentencePiece's replacement for a space inside pieces
+_AS_BYTES = re.compile(f"([{_SPACE}\ud800-\udfff]+)")
 
 
 class Tokenizer(Protocol):
@@ -104,11 +127,201 @@ class ByteTokenizer:
         """Do nothing: bytes need no file."""
 
 
+class SentencePieceTokenizer:
+    """The pieces of a SentencePiece model.
+
+    Models may change a text, for example by adding a space before it. bos and eod are the model's
+    bos and eos; if it has only one of them, that one is both.
+    path: a .model file. sha256: of that file, if known; any other file raises DataError.
+    """
+
+    def __init__(
+        self, path: Path, sha256: str | None = None, end_of_document: bool = False
+    ) -> None:
+        self._model = import_sentencepiece().SentencePieceProcessor()
+        self._file = read_tokenizer_file(path, sha256)
+        try:
+            self._model.LoadFromSerializedProto(self._file)
+            self.vocab_size = int(self._model.get_piece_size())
+            bos, eos = int(self._model.bos_id()), int(self._model.eos_id())
+            self._texts = [_text_of(self._model, token) for token in range(self.vocab_size)]
+            self._byte_tokens = _byte_tokens(self._model)
+            self._by_line = _encodes_lines_independently(self._model)
+            self.cuts = safe_cuts(self._model.encode, self._texts)
+        except Exception as error:  # SentencePiece raises many kinds of errors for corrupt files
+            raise DataError(
+                f"{path} is not a SentencePiece model or is corrupt; copy it again"
+            ) from error
+        if max(bos, eos) < 0:
+            raise DataError(f"{path} has no bos piece; train it with the option bos_id")
+        self.bos = bos if bos >= 0 else eos
+        self.eod = None if not end_of_document else eos if eos >= 0 else bos
+
+    @property
+    def sha256(self) -> str:
+        """The SHA-256 of the model file."""
+        return hashlib.sha256(self._file).hexdigest()
+
+    @property
+    def pieces(self) -> list[str]:
+        """The name of every token, as in SentencePiece."""
+        return [self._model.id_to_piece(token) for token in range(self.vocab_size)]
+
+    def encode(self, text: str) -> list[int]:
+        """Return SentencePiece's ids; its space symbol and surrogate escapes become bytes."""
+        if not _needs_bytes(text):
+            return self._encode(text)
+        if not self._byte_tokens:
+            return self._encode(utf8(text).decode(errors="replace"))
+        tokens: list[int] = []
+        for i, part in enumerate(_AS_BYTES.split(text)):
+            tokens += [self._byte_tokens[b] for b in utf8(part)] if i % 2 else self._encode(part)
+        return tokens
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        if any(map(_needs_bytes, texts)):
+            return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
+        parts = [self._parts(text) for text in texts]
+        encoded = self._model.encode(list(chain.from_iterable(parts)), num_threads=os.cpu_count())
+        ends = accumulate(map(len, parts))
+        return [
+            np.array(list(chain.from_iterable(encoded[end - len(part) : end])), dtype=np.uint32)
+            for part, end in zip(parts, ends, strict=True)
+        ]
+
+    def decode(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(self._texts[int(token)] for token in tokens)
+
+    def save(self, folder: Path) -> None:
+        with atomic_write(folder / MODEL_FILE) as partial:
+            partial.write_bytes(self._file)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(chain.from_iterable(self._model.encode(self._parts(text), num_threads=1)))
+
+    def _parts(self, text: str) -> list[str]:
+        # Encoding a book line by line takes a third of the time of encoding it at once.
+        return StringIO(text, newline="\n").readlines() if self._by_line else [text]
+
+
+def import_sentencepiece() -> Any:
+    """Import the optional package sentencepiece; raise MissingExtraError if it is not installed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # raised by some versions
+            import sentencepiece
+    except ImportError:
+        raise missing_extra("a SentencePiece vocabulary", "sentencepiece") from None
+    return sentencepiece
+
+
+def _needs_bytes(text: str) -> bool:
+    return not text.isascii() and _AS_BYTES.search(text) is not None
+
+
+def _text_of(model: Any, token: int) -> bytes:
+    """Return the text of a token in UTF-8; empty for control tokens."""
+    if model.is_control(token):
+        return b""
+    piece: str = "\ufffd" if model.is_unknown(token) else model.id_to_piece(token)
+    text = piece.replace(_SPACE, " ").encode()
+    return bytes.fromhex(piece[3:5]) if model.is_byte(token) else text
+
+
+def _byte_tokens(model: Any) -> list[int]:
+    """Return the tokens of all 256 bytes; empty if the model has no byte fallback."""
+    tokens = [model.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+    return tokens if all(map(model.is_byte, tokens)) else []
+
+
+def _encodes_lines_independently(model: Any) -> bool:
+    """Return whether the tokens of a text are those of its lines, one after another."""
+    end = model.piece_to_id("\n")
+    by_line = [end, end, *model.encode("a\n"), *model.encode(" b")]
+    return bool(end != model.unk_id() and model.encode("\n\na\n b") == by_line)
+
+
+def utf8(text: str) -> bytes:
+    """Return UTF-8; a surrogate escape becomes its original byte, other surrogates U+FFFD."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return _SURROGATES.sub("\ufffd", text).encode("utf-8", "surrogateescape")
+
+
+def read_tokenizer_file(path: Path, sha256: str | None = None) -> bytes:
+    """Return the content of a file; raise DataError if its SHA-256 is known and different."""
+    if path_kind(path, GIVE_TOKENIZER) != "file":
+        raise DataError(f"{path} is a folder; {GIVE_TOKENIZER}")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read the vocabulary {path}: {error_reason(error)}") from error
+    if sha256 not in (None, hashlib.sha256(content).hexdigest()):
+        raise DataError(
+            f"{path} is corrupt or another vocabulary: its SHA-256 does not match; restore it"
+        )
+    return content
+
+
+def divide(text: str, limit: int, cuts: re.Pattern[str]) -> list[str]:
+    """Divide a text at `cuts` into segments of at least `limit` characters; the rest is last."""
+    found, start = [], 0
+    while len(text) - start >= limit:
+        match = cuts.search(text, start + limit, start + MAX_SEGMENT + 1)
+        if match is not None:
+            end = match.start()
+        elif len(text) - start > MAX_SEGMENT:
+            end = start + MAX_SEGMENT
+        else:
+            break
+        found.append(text[start:end])
+        start = end
+    return [*found, text[start:]]
+
+
+def safe_cuts(
+    encode: Callable[[str], list[int]], token_texts: Sequence[bytes]
+) -> re.Pattern[str] | None:
+    """Return where a text can be divided without changing its tokens; None if nowhere.
+
+    No token may contain such a place, and examples must give equal tokens. They detect
+    normalizers that change the start of a text.
+    """
+    found = [
+        place
+        for place, inside, ends, starts in _PLACES
+        if _is_safe(encode, token_texts, inside, ends, starts)
+    ]
+    return re.compile("|".join(found)) if found else None
+
+
+def _is_safe(
+    encode: Callable[[str], list[int]],
+    token_texts: Sequence[bytes],
+    inside: bytes,
+    ends: tuple[str, ...],
+    starts: tuple[str, ...],
+) -> bool:
+    if any(re.search(inside, text) for text in token_texts):
+        return False
+    try:
+        return all(
+            encode(end + start) == encode(end) + encode(start) for end in ends for start in starts
+        )
+    except DataError:  # some vocabularies cannot encode every text
+        return False
+
+
 def open_tokenizer(path: Path, end_of_document: bool = False) -> Tokenizer:
     """Open a tokenizer that a user gave: a .model file, a tokenizer.json, or a folder with either.
 
     end_of_document: whether to use the vocabulary's token for the end of a text as `eod`.
     """
+    from transformer_vq.data.hf_tokenizer import HFTokenizer
+
+    if path.name == "sentencepiece" and not os.path.lexists(path):
+        raise DataError(f"SentencePiece vocabularies are not learned; {GIVE_TOKENIZER}")
     if path_kind(path, GIVE_TOKENIZER) == "folder":
         found = [path / name for name in (JSON_FILE, MODEL_FILE) if os.path.lexists(path / name)]
         if not found:
@@ -125,6 +338,8 @@ def load_tokenizer(
 
     sha256: of the saved vocabulary, if known; a missing or different file raises DataError.
     """
+    from transformer_vq.data.hf_tokenizer import HFTokenizer
+
     if os.path.lexists(folder / MODEL_FILE):
         return SentencePieceTokenizer(folder / MODEL_FILE, sha256, end_of_document)
     if os.path.lexists(folder / JSON_FILE):

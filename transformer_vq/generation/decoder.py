@@ -17,13 +17,12 @@ from torch import Tensor
 
 from transformer_vq.nn.attention import FullAttention, VQAttention
 from transformer_vq.nn.layers import NORM_EPS, is_plain
-from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.nn.state import ModelState
+from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.ops.cache import accumulation_dtype, lookup
 from transformer_vq.ops.decode import DecodeState, Step, Token, attend_one_
-from transformer_vq.ops.precision import full_precision
 from transformer_vq.ops.quadratic import quadratic_attention
-from transformer_vq.ops.state import AttentionState
+from transformer_vq.ops.runtime import full_precision
+from transformer_vq.ops.state import FullState, VQState
 
 
 class Decoder:
@@ -49,11 +48,13 @@ class Decoder:
         self._codebooks = [x.quantizer.codebook for x in attentions if isinstance(x, VQAttention)]
         self._state: DecodeState | None = None
         if self._codebooks:
-            self._state = DecodeState.of(states, self._codebooks, state_dtype)
-        self._layers = [
-            _VQLayer(x, part, i) if isinstance(x, VQAttention) else _FullLayer(x, part, room)
-            for i, (x, part) in enumerate(zip(attentions, states, strict=True))
-        ]
+            self._state = DecodeState.of(state.detach().vq_layers, self._codebooks, state_dtype)
+        self._layers: list[_VQLayer | _FullLayer] = []
+        for i, (layer, of_layer) in enumerate(zip(attentions, states, strict=True)):
+            if isinstance(layer, VQAttention) and isinstance(of_layer, VQState):
+                self._layers.append(_VQLayer(layer, of_layer, i))
+            elif isinstance(layer, FullAttention) and isinstance(of_layer, FullState):
+                self._layers.append(_FullLayer(layer, of_layer, room))
 
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
@@ -76,7 +77,7 @@ class Decoder:
         """Replace the state of one row by another state of one row; VQ attention only."""
         assert self._state is not None
         self._position[row] = state.position[0]
-        self._state.write_row_(row, state.detach().layers, self._codebooks)
+        self._state.write_row_(row, state.detach().vq_layers, self._codebooks)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors that stay at their addresses: constants, and the state of VQ layers."""
@@ -99,15 +100,14 @@ class _VQLayer:
     """One VQ attention branch with its constants precomputed."""
 
     @torch.no_grad()
-    def __init__(self, attention: VQAttention, state: AttentionState, number: int) -> None:
+    def __init__(self, attention: VQAttention, state: VQState, number: int) -> None:
         self.attention, self.number = attention, number
         self.attend_one_ = _attend_on(attention)
         a = attention
         exact = accumulation_dtype(a.u.dtype)
         self.n_code = a.quantizer.codebook.shape[1]
         self.codebook = a.quantizer.codebook.to(exact)
-        heads = (a.n_kv_head, a.n_group, a.d_k)
-        self.u = a.u.view(heads).to(exact) * a.d_k**-0.25
+        self.u = a.content_bias.to(exact) * a.d_k**-0.25
         self.floors = _floor(a.config.d_model, self.u), _floor(a.d_k, self.u)
         self._set_weight()
         # One product gives the scores of queries and keys with codewords and with distances. Their
@@ -117,8 +117,8 @@ class _VQLayer:
         self.table = (
             torch.cat([self.codebook, r], dim=1) * factor
         ).mT.contiguous()  # [h, k, S + d]
-        v = a.v.view(heads).to(exact) * a.d_k**-0.25
-        of_queries = torch.cat([self.u @ self.codebook.mT, v @ r.mT], dim=-1)
+        position_bias = a.position_bias.to(exact) * a.d_k**-0.25
+        of_queries = torch.cat([self.u @ self.codebook.mT, position_bias @ r.mT], dim=-1)
         # The nearest codeword has the largest k . c - |c|^2 / 2.
         half_norms = self.codebook.square().sum(-1, keepdim=True).mT / 2
         of_keys = F.pad(-half_norms, (0, r.shape[1]))
@@ -198,8 +198,8 @@ class _VQLayer:
 
 
 def _attend_on(attention: VQAttention) -> Callable[[Token, int, Step], Tensor]:
-    """Return the implementation for the reduction of a layer."""
-    if attention.reduction != "triton":
+    """Return the implementation for the backend of a layer."""
+    if attention.backend != "triton":
         return attend_one_
     from transformer_vq.ops import triton
 
@@ -224,7 +224,7 @@ class _FullLayer:
     """One full attention branch with memory for new tokens."""
 
     @torch.no_grad()
-    def __init__(self, attention: FullAttention, state: AttentionState, room: int) -> None:
+    def __init__(self, attention: FullAttention, state: FullState, room: int) -> None:
         self.attention = attention
         self.r = attention.relative_keys(attention.sinusoids(state, room))
         self.length, self.position = state.k.shape[-2], state.position.clone()
@@ -250,7 +250,7 @@ class _FullLayer:
         wv = quadratic_attention(q_content, keys, values, bias)
         return a.residual(wv, x_tilde).squeeze(1)
 
-    def state(self) -> AttentionState:
+    def state(self) -> FullState:
         """Return a copy of the state."""
         k, v = (x[..., : self.length, :].clone() for x in (self.keys, self.values))
-        return AttentionState(k, v, self.position.clone())
+        return FullState(k, v, self.position.clone())

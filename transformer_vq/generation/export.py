@@ -33,8 +33,7 @@ from torch.export import Dim, ExportedProgram
 from transformer_vq.device import evaluating
 from transformer_vq.errors import UserError, missing_extra
 from transformer_vq.files import atomic_folder
-from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.nn.state import ModelState
+from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.progress import progress_bar
 
 Graph = Literal["forward", "prefill", "decode"]

@@ -22,13 +22,11 @@ from torch import Tensor, nn
 from transformer_vq.device import evaluating
 from transformer_vq.errors import UserError
 from transformer_vq.generation.prefill import Context
-from transformer_vq.nn.attention import VQAttention
-from transformer_vq.nn.model import ModelOutput, TransformerVQ
-from transformer_vq.nn.projections import AttentionOutput
-from transformer_vq.nn.state import ModelState
+from transformer_vq.nn.attention import AttentionOutput, VQAttention
+from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
 from transformer_vq.ops.position import local_bias
 from transformer_vq.ops.quadratic import attention_weights
-from transformer_vq.ops.state import AttentionState
+from transformer_vq.ops.state import VQState
 
 
 @dataclass(frozen=True)
@@ -118,23 +116,6 @@ def inspect_tokens(
     return Inspection(torch.cat(surprisal), tuple(map(_join, blocks)))
 
 
-def positions_with_same_code(
-    inspection: Inspection, layer: int, head: int, position: int
-) -> list[int]:
-    """Return the earlier positions whose keys have the code of this position, in one key head.
-
-    Attention cannot tell these tokens apart by their keys once they are in the cache.
-    """
-    n_head, n_tokens = inspection.layers[0].codes.shape
-    sizes = {"layer": len(inspection.layers), "head": n_head, "position": n_tokens}
-    for (name, size), given in zip(sizes.items(), (layer, head, position), strict=True):
-        if not 0 <= given < size:
-            raise UserError(f"{name}={given}: choose 0 to {size - 1}")
-    codes = inspection.layers[layer].codes[head]
-    found: list[int] = (codes[:position] == codes[position]).nonzero().flatten().tolist()
-    return found
-
-
 def _token_ids(tokens: Sequence[int], vocab_size: int) -> Tensor:
     """Return the tokens as a tensor of int64; raise UserError if the model cannot use them."""
     try:
@@ -166,7 +147,10 @@ def _recorder(blocks: list[LayerInspection], n_codes: int) -> Callable[..., None
     thread = get_ident()
 
     def record(
-        layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: AttentionOutput
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: AttentionOutput[VQState],
     ) -> None:
         if get_ident() != thread:  # the model may be in use elsewhere, as in a server
             return
@@ -181,8 +165,8 @@ def _block(
     layer: VQAttention,
     x: Tensor,
     sinusoids: Tensor,
-    before: AttentionState,
-    after: AttentionState,
+    before: VQState,
+    after: VQState,
     n_codes: int,
 ) -> LayerInspection:
     """Return the inspection of one block: the weights of Theorem 3.7 instead of its output.
@@ -190,8 +174,6 @@ def _block(
     x: [1, i, d_model] input of the layer, before, after: its state before and after the block.
     """
     n_token, n_code, window_len = x.shape[1], layer.config.n_code, before.k.shape[-2]
-    assert before.z is not None
-    assert after.z is not None
 
     # 1. Queries, and the quantized keys and codes of the window and of this block.
     q, q_position = layer.queries(layer.norm(x))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -11,8 +11,7 @@ from torch import Tensor
 
 from transformer_vq.device import evaluating
 from transformer_vq.errors import UserError
-from transformer_vq.nn.model import ModelOutput, TransformerVQ
-from transformer_vq.nn.state import ModelState
+from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
 from transformer_vq.transfer import to_device
 
 SEGMENT_LEN = 2048
@@ -65,6 +64,12 @@ def prefill(
     return Context(logits[:, -1], state)
 
 
+def segments(seq_len: int, start: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield the first column of each segment and the one after it; here prompts are cut."""
+    for begin in range(start, seq_len, SEGMENT_LEN):
+        yield begin, min(begin + SEGMENT_LEN, seq_len)
+
+
 def run_segments(
     run: Callable[[int, int, ModelState, int], tuple[Tensor, ModelState]],
     seq_len: int,
@@ -73,15 +78,14 @@ def run_segments(
     n_last: int,
     advance: Callable[[int], None] = lambda n: None,
 ) -> tuple[Tensor, ModelState]:
-    """Run a long input through a model in segments; the one place where prompts are cut.
+    """Run a long input through a model in segments.
 
     run(start, stop, state, n) processes these columns and returns the output of the last n of them
     and the next state. Return the outputs of the last `n_last` columns, and the last state: the
     outputs of a long prompt could fill the memory.
     """
     outputs: list[Tensor] = []
-    for start in range(0, seq_len, SEGMENT_LEN):
-        stop = min(start + SEGMENT_LEN, seq_len)
+    for start, stop in segments(seq_len):
         n_wanted = max(stop - max(start, seq_len - n_last), 0)
         output, state = run(start, stop, state, n_wanted)
         if n_wanted > 0:

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,8 +23,7 @@ from transformer_vq.files import (
 )
 from transformer_vq.generation.prefill import Context
 from transformer_vq.nn.attention import VQAttention
-from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.nn.state import ModelState
+from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.ops.cache import accumulation_dtype
 from transformer_vq.ops.decode import are_codewords
 
@@ -59,10 +59,10 @@ class Snapshots:
         attentions = [x for x in self._model.branches if isinstance(x, VQAttention)]
         return [x.quantizer.codebook.cpu() for x in attentions]
 
-    def save(self, path: Path, context: Context) -> None:
-        """Write logits, state and the identity of the model to one file, atomically."""
+    def save(self, path: Path, context: Context, metadata: Mapping[str, str] | None = None) -> None:
+        """Write logits, state, metadata and the identity of the model to one file, atomically."""
         tensors = {"logits": context.logits} | context.state.to_tensors()
-        write_tensors(path, tensors, self.identity)
+        write_tensors(path, tensors, dict(metadata or {}) | self.identity)
 
     def load(self, path: Path, n_rows: int | None = None) -> Context:
         """Load a context; raise SnapshotError for other files, and for those of other models.
@@ -88,7 +88,7 @@ class Snapshots:
             raise SnapshotError(f"{error}; write the snapshot again with --save-state") from error
         _check_values(path, tensors, self._model.config.n_code)
         state = ModelState.from_tensors(tensors)
-        if self._codebooks and not are_codewords(state.layers, self._codebooks):
+        if self._codebooks and not are_codewords(state.vq_layers, self._codebooks):
             raise SnapshotError(f"{path} has keys that are not codewords of this model")
         device = next(self._model.parameters()).device
         return Context(tensors["logits"].to(device), state.to(device))

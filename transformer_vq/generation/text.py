@@ -1,15 +1,26 @@
-"""Text generation: prefill a text prompt, then stream the text as it is decoded."""
+"""Text and images: prefill a prompt, then decode and convert the tokens."""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from transformer_vq.data.images import (
+    N_TOKENS,
+    SIDE,
+    decode_image,
+    images_to_tokens,
+    tokens_to_images,
+)
 from transformer_vq.data.tokenizers import Tokenizer
-from transformer_vq.generation import defaults
+from transformer_vq.errors import UserError, missing_extra
+from transformer_vq.files import atomic_write
+from transformer_vq.generation import NEW_TOKENS, TEMPERATURE, TOP_P
 from transformer_vq.generation.decode import stream
 from transformer_vq.generation.prefill import Context, prefill
 from transformer_vq.generation.sampling import Sampling
@@ -36,6 +47,8 @@ class TextStream:
         self._stop = [word for word in stop if word]
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
+        self.text = ""
+        """All text that is final."""
         self.stopped = False
 
     def push(self, token: int) -> str:
@@ -59,6 +72,7 @@ class TextStream:
 
     def _release(self, n: int) -> str:
         text, self._held = self._held[:n], self._held[n:]
+        self.text += text
         return text
 
 
@@ -101,11 +115,10 @@ def sample_text(
     tokenizer has one; otherwise the model continues with a new document.
     """
     streams = [TextStream(tokenizer, stop) for _ in range(len(context.logits))]
-    texts, ended = [""] * len(streams), [False] * len(streams)
+    ended = [False] * len(streams)
     stop_tokens = (tokenizer.eod,) if stop_at_end and tokenizer.eod is not None else ()
 
-    def add(row: int, text: str) -> None:
-        texts[row] += text
+    def show(row: int, text: str) -> None:
         if row == 0 and text:
             write(text)
 
@@ -124,22 +137,22 @@ def sample_text(
             if token in stop_tokens and not streams[row].stopped:
                 ended[row] = True
             elif token is not None:
-                add(row, streams[row].push(token))
+                show(row, streams[row].push(token))
         if all(text.stopped or end for text, end in zip(streams, ended, strict=True)):
             break
     for row, text in enumerate(streams):
-        add(row, text.end())
-    return [GeneratedText(*values) for values in zip(texts, ended, strict=True)]
+        show(row, text.end())
+    return [GeneratedText(x.text, end) for x, end in zip(streams, ended, strict=True)]
 
 
 def generate_text(
     model: TransformerVQ,
     tokenizer: Tokenizer,
     prompt: str = "",
-    max_new_tokens: int = defaults.NEW_TOKENS,
+    max_new_tokens: int = NEW_TOKENS,
     *,
-    temperature: float = defaults.TEMPERATURE,
-    top_p: float = defaults.TOP_P,
+    temperature: float = TEMPERATURE,
+    top_p: float = TOP_P,
     top_k: int | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
@@ -151,3 +164,65 @@ def generate_text(
         model, tokenizer, context, max_new_tokens, sampling, seed=seed, stop=stop
     )
     return found.text
+
+
+def sample_images(
+    model: TransformerVQ,
+    bos: int,
+    sampling: Sampling,
+    *,
+    n: int = 1,
+    images: Sequence[Path] = (),
+    keep: float = 0.5,
+    seed: int | None = None,
+    compiled: bool = False,
+    state_dtype: torch.dtype | None = None,
+) -> np.ndarray:
+    """Return images, [n, 64, 64, 3]: new ones, or completions of the upper part of `images`."""
+    prompts: list[list[int]] = [[bos]] * n
+    if images:
+        if not 0 < keep < 1:
+            raise UserError(f"keep={keep}: must be above 0 and below 1")
+        n_kept = min(round(keep * SIDE), SIDE - 1) * SIDE * 3  # whole rows of pixels
+        rows = images_to_tokens(np.stack([_decode(path) for path in images]))
+        prompts = [[bos, *row[:n_kept].tolist()] for row in rows for _ in range(n)]
+    n_new = N_TOKENS - len(prompts[0]) + 1
+    context = prefill(model, prompts)
+    sampled = []
+    with progress_bar("sampling", n_new, "tokens") as advance:
+        steps = stream(
+            model, context, n_new, sampling, seed, compiled=compiled, state_dtype=state_dtype
+        )
+        for tokens in steps:
+            sampled.append(tokens)
+            advance(1)
+    finished = np.concatenate([np.array(prompts)[:, 1:], np.array(sampled).T], axis=1)
+    return tokens_to_images(finished.astype(np.uint8))
+
+
+def _decode(path: Path) -> np.ndarray:
+    try:
+        return decode_image(path)
+    except UserError:
+        raise
+    except Exception as error:  # Pillow raises many kinds of errors for corrupt files
+        why = getattr(error, "strerror", None) or "it is not an image, or it is corrupt"
+        raise UserError(f"cannot read {path}: {why}; give another image") from error
+
+
+def save_grid(images: np.ndarray, path: Path, scale: int = 4) -> None:
+    """Write all images to one PNG, in a square grid, enlarged so that pixels are visible."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise missing_extra("a PNG file", "pillow") from None
+    n, height, width, _ = images.shape
+    columns = int(np.ceil(np.sqrt(n)))
+    rows = -(-n // columns)
+    grid = np.full((rows * height, columns * width, 3), 255, dtype=np.uint8)
+    for i, image in enumerate(images):
+        y, x = divmod(i, columns)
+        grid[y * height : (y + 1) * height, x * width : (x + 1) * width] = image
+    grid = grid.repeat(scale, 0).repeat(scale, 1)
+    with atomic_write(path) as partial:
+        Image.fromarray(grid).save(partial, format="PNG")

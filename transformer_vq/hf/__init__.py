@@ -18,18 +18,17 @@ except ImportError as error:
     raise missing_extra("transformer_vq.hf", "transformers>=5") from error
 
 from transformer_vq.hf.cache import TransformerVQCache
-from transformer_vq.hf.classification import TransformerVQForSequenceClassification
-from transformer_vq.hf.configuration_transformer_vq import TransformerVQConfig
-from transformer_vq.hf.modeling_transformer_vq import (
+from transformer_vq.hf.codebooks import CodebookCallback
+from transformer_vq.hf.configuration import TransformerVQConfig
+from transformer_vq.hf.modeling import (
     TransformerVQForCausalLM,
+    TransformerVQForSequenceClassification,
     TransformerVQModel,
     TransformerVQModelOutput,
     TransformerVQOutput,
+    TransformerVQPreTrainedModel,
 )
-from transformer_vq.hf.pretrained import TransformerVQPreTrainedModel
-from transformer_vq.hf.serving import add_to_transformers
-from transformer_vq.hf.tokenization_transformer_vq import TransformerVQTokenizer
-from transformer_vq.hf.trainer import CodebookCallback
+from transformer_vq.hf.tokenization import TransformerVQTokenizer
 
 AutoConfig.register(TransformerVQConfig.model_type, TransformerVQConfig, exist_ok=True)
 AutoModel.register(TransformerVQConfig, TransformerVQModel, exist_ok=True)
@@ -38,7 +37,6 @@ AutoModelForSequenceClassification.register(
     TransformerVQConfig, TransformerVQForSequenceClassification, exist_ok=True
 )
 AutoTokenizer.register(TransformerVQConfig, TransformerVQTokenizer, exist_ok=True)
-add_to_transformers(TransformerVQForCausalLM)
 
 __all__ = [
     "CodebookCallback",

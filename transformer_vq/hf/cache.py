@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from transformer_vq.nn.state import ModelState
+from transformer_vq.nn.model import ModelState
 
 
 class StateLayer(CacheLayerMixin):

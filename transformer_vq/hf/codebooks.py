@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import TrainerCallback
 
 from transformer_vq.nn.attention import VQAttention
+from transformer_vq.nn.model import Stack
 from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer, add_usages, token_priority
 from transformer_vq.parallel.data_parallel import default_group, total_usage
 
@@ -37,10 +39,9 @@ class _Pending:
     weight: tuple[nn.Parameter, Tensor] | None
 
 
-class CodebookUpdates(nn.Module):
+class CodebookUpdates(Stack):
     """Collects the code usage of training passes and applies it after each optimizer step."""
 
-    branches: nn.ModuleList
     codebooks_frozen: bool = False
     """Whether training leaves all codebooks unchanged."""
     _pending: _Pending | None = None
@@ -66,7 +67,7 @@ class CodebookUpdates(nn.Module):
             self._warn_if_adapted()
             return
         if self._pending is None:
-            weight = _smallest_weight(self) if self._checks_steps else None
+            weight = _smallest_weight(self.parameters()) if self._checks_steps else None
             self._pending = _Pending(usages, 1, weight)
             _install_hook()
             _PENDING[self] = None
@@ -173,9 +174,11 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             model.update_codebooks()
 
 
-def _smallest_weight(model: nn.Module) -> tuple[nn.Parameter, Tensor] | None:
+def _smallest_weight(
+    parameters: Iterable[nn.Parameter],
+) -> tuple[nn.Parameter, Tensor] | None:
     """Return the smallest trainable parameter and a copy of its value, or None."""
-    trainable = [p for p in model.parameters() if p.requires_grad and p.numel() > 1]
+    trainable = [p for p in parameters if p.requires_grad and p.numel() > 1]
     if not trainable:
         return None
     weight = min(trainable, key=lambda p: p.numel())
@@ -186,3 +189,22 @@ def _local(x: Tensor) -> Tensor:
     """Return the values on this rank; with FSDP2, parameters are sharded."""
     local: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return local.detach()
+
+
+class CodebookCallback(TrainerCallback):
+    """Handles optimizer steps that are skipped, and optimizers that are not from torch.optim.
+
+    Other steps update the codebooks without a callback. If a step is skipped, as with fp16 gradient
+    scaling, its code usage is discarded; without this callback, it is applied with the next step.
+    For optimizers that PyTorch's hooks do not cover, as in DeepSpeed, this callback updates the
+    codebooks.
+    """
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for module in kwargs["model"].modules():
+            if not isinstance(module, CodebookUpdates):
+                continue
+            if getattr(kwargs.get("optimizer"), "step_was_skipped", False):
+                module.drop_code_usage()
+            else:
+                module.update_codebooks()  # does nothing if the hook has done it

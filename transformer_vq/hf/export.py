@@ -6,22 +6,26 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError
 from transformers.utils import logging
 
-from transformer_vq.data.hf_tokenizer import TEMPLATE_FILE
-from transformer_vq.data.tokenizers import MODEL_FILE, TOKENIZER_FILES, HFTokenizer, Tokenizer
+from transformer_vq.data.chat_template import read_chat_template, writes_special_tokens
+from transformer_vq.data.hf_tokenizer import TEMPLATE_FILE, HFTokenizer
+from transformer_vq.data.tokenizers import (
+    CONFIG_FILE,
+    JSON_FILE,
+    MODEL_FILE,
+    TOKENIZER_FILES,
+    Tokenizer,
+)
 from transformer_vq.errors import UserError
-from transformer_vq.files import atomic_folder, write_text
-from transformer_vq.hf.chat_template import read_chat_template, writes_special_tokens
-from transformer_vq.hf.checksums import write_checksums
-from transformer_vq.hf.fast_tokenizer import write_fast_tokenizer
+from transformer_vq.files import atomic_folder, read_json, write_json, write_manifest, write_text
 from transformer_vq.hf.model_card import model_card
-from transformer_vq.hf.modeling_transformer_vq import TransformerVQForCausalLM
-from transformer_vq.hf.tokenization_transformer_vq import TransformerVQTokenizer
+from transformer_vq.hf.modeling import TransformerVQForCausalLM
+from transformer_vq.hf.tokenization import TransformerVQTokenizer
 from transformer_vq.training.checkpoint import (
     CheckpointError,
     load_model,
@@ -30,7 +34,6 @@ from transformer_vq.training.checkpoint import (
 )
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-MAX_SHARD_SIZE = "50GB"  # the default of transformers
 
 
 def export(
@@ -39,7 +42,6 @@ def export(
     checkpoint: str = "best",
     *,
     dtype: Dtype = "float32",
-    max_shard_size: str = MAX_SHARD_SIZE,
     chat_template: Path | None = None,
     name: str | None = None,
     license_id: str | None = None,
@@ -47,10 +49,10 @@ def export(
     """Write config, weights, codebooks, tokenizer and model card to a new folder, atomically.
 
     checkpoint: `best`, `last` or a step number. dtype: of the weights; codebooks stay float32.
-    max_shard_size: of a weight file, such as "2GB"; larger models are split. chat_template: a Jinja
-    file; by default the template of the run's tokenizer, or chat_template.jinja in the run.
-    name: of the model in the model card; the name of the folder by default. license_id: of the
-    model, as on the Hub, such as "mit" or "cc-by-4.0"; by default only packaged models state one.
+    chat_template: a Jinja file; by default the template of the run's tokenizer, or
+    chat_template.jinja in the run. name: of the model in the model card, such as "me/my-model"; the
+    name of the folder by default. license_id: of the model, as on the Hub, such as "mit" or
+    "cc-by-4.0"; by default only packaged models state one.
 
     Returns the name of the exported checkpoint. Runs on images have no tokenizer, because their
     tokens are not text.
@@ -59,7 +61,6 @@ def export(
         raise CheckpointError(f"{folder} is not empty; choose another folder")
     if dtype not in get_args(Dtype):
         raise UserError(f"dtype={dtype!r}: choose one of {', '.join(get_args(Dtype))}")
-    _check_shard_size(max_shard_size)
     if license_id is not None and not re.fullmatch(r"[a-z][a-z0-9.+-]*", license_id):
         raise UserError(
             f"license={license_id!r}: give a name of the Hugging Face Hub, such as mit or cc-by-4.0"
@@ -73,7 +74,8 @@ def export(
             f"{run}: the model has {model.config.vocab_size} tokens, the tokenizer "
             f"{tokenizer.vocab_size}; check that {' or '.join(TOKENIZER_FILES)} is not missing"
         )
-    _convert(model, dtype)
+    for parameter in model.parameters():  # buffers stay float32, because they are codebooks
+        parameter.data = parameter.data.to(getattr(torch, dtype))
     # Tools that batch need a padding token. Padding is masked, so any token can be used; bos
     # exists in every vocabulary, and it is also the padding token of the tokenizer.
     wrapped = TransformerVQForCausalLM.from_core(
@@ -86,22 +88,17 @@ def export(
     try:
         with atomic_folder(folder) as partial:
             with _without_progress_bars():
-                wrapped.save_pretrained(partial, max_shard_size=max_shard_size)
+                wrapped.save_pretrained(partial)
             if not has_images:
                 _save_tokenizer(tokenizer, run, partial, template)
             write_text(partial / "README.md", card)
-            write_checksums(partial)
+            write_manifest(partial)
+            umask = 0o777 & ~partial.stat().st_mode
             for path in partial.iterdir():  # safetensors creates files with mode 600
-                path.chmod(0o666 & ~_umask(partial))
+                path.chmod(0o666 & ~umask)
     except SafetensorError as error:
         raise OSError(f"cannot write {folder}: {error}") from error
     return which
-
-
-def _check_shard_size(size: str) -> None:
-    """Raise UserError if a size is not a number with a unit, such as 500MB or 2GB."""
-    if not re.fullmatch(r"[1-9][0-9]*[KMGT]B", size):
-        raise UserError(f"max_shard_size={size}: give a number with a unit, such as 500MB or 2GB")
 
 
 def _read_template(run: Path, given: Path | None, has_images: bool) -> str | None:
@@ -112,15 +109,9 @@ def _read_template(run: Path, given: Path | None, has_images: bool) -> str | Non
     return None if given is None else read_chat_template(given)
 
 
-def _convert(model: torch.nn.Module, dtype: Dtype) -> None:
-    """Convert the parameters of a model; buffers stay float32, because they are codebooks."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(getattr(torch, dtype))
-
-
 def _save_tokenizer(tokenizer: Tokenizer, run: Path, folder: Path, template: str | None) -> None:
     if isinstance(tokenizer, HFTokenizer):
-        write_fast_tokenizer(tokenizer, folder, template)
+        _write_fast_tokenizer(tokenizer, folder, template)
         return
     vocabulary = run / MODEL_FILE
     own = TransformerVQTokenizer(
@@ -132,6 +123,36 @@ def _save_tokenizer(tokenizer: Tokenizer, run: Path, folder: Path, template: str
     own.save_pretrained(folder)
 
 
+def _write_fast_tokenizer(tokenizer: HFTokenizer, folder: Path, template: str | None) -> None:
+    """Write a PreTrainedTokenizerFast, which AutoTokenizer loads without custom code.
+
+    As in training, a bos token is put before each text, and names of special tokens inside a text
+    are treated as text; the latter only if the chat template does not contain special tokens.
+    Padding is on the left and uses the bos id. template: replaces that of the tokenizer.
+    """
+    tokenizer.save_vocabulary(folder)
+    added = read_json(folder / JSON_FILE).get("added_tokens") or ()
+    special = [token["content"] for token in added if token.get("special")]
+    chosen = tokenizer.settings.chat_template if template is None else template
+    bos = tokenizer.token_name(tokenizer.bos)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "pad_token": bos,
+        "padding_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+        "split_special_tokens": not writes_special_tokens(chosen, special),
+        "clean_up_tokenization_spaces": False,
+    }
+    if tokenizer.eod is not None:
+        config["eos_token"] = tokenizer.token_name(tokenizer.eod)
+    if isinstance(chosen, str):
+        write_text(folder / TEMPLATE_FILE, chosen)
+    elif chosen is not None:  # several templates with names
+        config["chat_template"] = chosen
+    write_json(folder / CONFIG_FILE, config)
+
+
 @contextmanager
 def _without_progress_bars() -> Iterator[None]:
     is_enabled = logging.is_progress_bar_enabled()
@@ -141,8 +162,3 @@ def _without_progress_bars() -> Iterator[None]:
     finally:
         if is_enabled:
             logging.enable_progress_bar()
-
-
-def _umask(folder: Path) -> int:
-    """Return the umask, derived from the mode of a newly created folder."""
-    return 0o777 & ~folder.stat().st_mode

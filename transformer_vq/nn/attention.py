@@ -1,36 +1,272 @@
 """Attention layers (Definition 3.1): quantized keys in linear time, plain keys in quadratic time.
 
-Scores are (q + u) . k for all keys plus, within the range of the positional bias, (q + v) . r of
-the distance, as in Transformer-XL.
+There are h key/value heads with g query heads each. SHGA has h = g = 1, wide values and a gate;
+MQA has h = 1, MHA has g = 1, and GQA any h and g. Scores are (q + u) . k for all keys plus, within
+the range of the positional bias, (q + v) . r of the distance, as in Transformer-XL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from transformer_vq.config import AttentionConfig, Reduction
+from transformer_vq.config import AttentionConfig, Backend, Heads, Reduction
 from transformer_vq.errors import UserError
-from transformer_vq.nn.layers import draw_keep
-from transformer_vq.nn.projections import AttentionLayer, AttentionOutput, LayerInputs
+from transformer_vq.nn.layers import draw_keep, gated, is_plain, linear, rms_norm
 from transformer_vq.nn.quantizer import CodeUsage, FindCode, VectorQuantizer, token_priority
 from transformer_vq.ops import triton
-from transformer_vq.ops.blockwise import vq_attention
-from transformer_vq.ops.execution import Execution, execution_on
-from transformer_vq.ops.inputs import AttentionInputs, segment_lens
-from transformer_vq.ops.position import causal_bias
+from transformer_vq.ops.blockwise import attend_segment
+from transformer_vq.ops.packing import (
+    AttentionInputs,
+    Packing,
+    newest,
+    next_position,
+    read_packing,
+    segment_lens,
+    split,
+    visible_keys,
+)
+from transformer_vq.ops.position import (
+    causal_bias,
+    relative_sinusoids,
+    scores_by_distance,
+    scores_of_few_queries,
+    with_few_queries,
+)
 from transformer_vq.ops.quadratic import quadratic_attention
-from transformer_vq.ops.ragged import Packing, newest, next_position, visible_keys
-from transformer_vq.ops.reductions import check_reduction
-from transformer_vq.ops.shapes import is_symbolic, symbolic_blocks
-from transformer_vq.ops.state import AttentionState
+from transformer_vq.ops.reductions import check_method
+from transformer_vq.ops.runtime import (
+    Execution,
+    execution_on,
+    is_symbolic,
+    symbolic_blocks,
+    tensor_tree,
+)
+from transformer_vq.ops.state import AttentionState, FullState, VQState
+
+T = TypeVar("T")
+State = TypeVar("State", bound=AttentionState)
+
+
+@tensor_tree
+@dataclass(frozen=True)
+class AttentionOutput(Generic[State]):
+    """The output of an attention layer.
+
+    y: [b, t, d_model] the residual branch, state: the state after this segment, code_usage: the
+    codebook statistics of this batch, None for full attention and, in evaluation mode, without
+    gradients.
+    """
+
+    y: Tensor
+    state: State
+    commit_loss: Tensor
+    code_usage: CodeUsage | None
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """The inputs of an attention layer, with defaults filled in and padding moved to the end.
+
+    x: [b, t, d_model], sinusoids: [d, d_model], key_priority: [b, t].
+    """
+
+    x: Tensor
+    sinusoids: Tensor
+    packing: Packing | None
+    key_priority: Tensor | None
+    is_gathered: bool
+    """Whether the caller has moved the padding to the end, and expects it there."""
+    n_blocks: int | None = None
+    """Number of blocks, if the length is symbolic."""
+
+    def split(self, lens: Sequence[int]) -> list[LayerInputs]:
+        """Return consecutive segments with these lengths."""
+        if len(lens) == 1:
+            return [self]
+        n, priority = len(lens), self.key_priority
+        packings = [None] * n if self.packing is None else self.packing.split(lens)
+        priorities = [None] * n if priority is None else split(priority, lens, 1)
+        return [
+            replace(self, x=x, packing=packing, key_priority=priority)
+            for x, packing, priority in zip(
+                split(self.x, lens, 1), packings, priorities, strict=True
+            )
+        ]
+
+    def finish(self, output: AttentionOutput[State]) -> AttentionOutput[State]:
+        """Undo `gather`, and record the current document in the state."""
+        if self.packing is None:
+            return output
+        y = output.y if self.is_gathered else self.packing.scatter(output.y)
+        state = replace(output.state, document=self.packing.document)
+        return replace(output, y=y, state=state)
+
+
+class AttentionLayer(nn.Module):
+    """Projections and interface; subclasses implement `forward` and `init_state`."""
+
+    def __init__(self, config: AttentionConfig, checkpoint_activations: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_activations = checkpoint_activations
+        self.set_heads(config.heads)
+        d_model, n_head, n_kv_head = config.d_model, config.heads.n_head, config.heads.n_kv_head
+        self.q_proj = linear(d_model, n_head * self.d_k)
+        self.k_proj = linear(d_model, n_kv_head * self.d_k)
+        self.v_proj = linear(d_model, n_kv_head * self.d_v)
+        self.g_proj = linear(d_model, self.d_v) if config.heads.is_gated else None
+        self.r_proj = linear(d_model, n_kv_head * self.d_k)
+        self.o_proj = linear(n_head * self.d_v, d_model)
+        # The biases of queries, with the paper's names. Vectors, not one row per head: optimizers
+        # treat parameters by their number of axes.
+        self.u = nn.Parameter(torch.zeros(n_head * self.d_k))
+        self.v = nn.Parameter(torch.zeros(n_head * self.d_k))
+
+    def set_heads(self, heads: Heads) -> None:
+        """Set the head geometry of this rank: a shard of the config's with tensor parallelism."""
+        self.heads = heads
+        self.n_kv_head, self.n_group = heads.n_kv_head, heads.n_group
+        self.d_k, self.d_v = heads.d_k, heads.d_v
+
+    @property
+    def content_bias(self) -> Tensor:
+        """The parameter u, added to queries for content: [h, g, k]."""
+        return self.u.view(self.n_kv_head, self.n_group, self.d_k)
+
+    @property
+    def position_bias(self) -> Tensor:
+        """The parameter v, added to queries for positions: [h, g, k]."""
+        return self.v.view(self.n_kv_head, self.n_group, self.d_k)
+
+    def init_state(self, batch_size: int, device: torch.device | None = None) -> AttentionState:
+        """Return the state before the first token of `batch_size` sequences."""
+        raise NotImplementedError
+
+    def max_distance(self, state: AttentionState, seq_len: int) -> int:
+        """Return the largest distance that has a positional score."""
+        raise NotImplementedError
+
+    def symbolic_blocks(self, seq_len: int) -> int | None:
+        """Return the number of blocks if the length is symbolic (torch.export), otherwise None."""
+        return None
+
+    def sinusoids(self, state: AttentionState, seq_len: int) -> Tensor:
+        """Return the sinusoids of all distances of a segment; layers of one shape share them."""
+        return relative_sinusoids(
+            self.max_distance(state, seq_len),
+            self.config.d_model,
+            self.config.pe_wavelength,
+            self.u.dtype,
+            state.k.device,
+        )
+
+    def relative_keys(self, table: Tensor) -> Tensor:
+        """Return r, the projected sinusoids. table: [d, d_model] -> [h, d, k]."""
+        projected: Tensor = self.r_proj(table)
+        r: Tensor = projected.unflatten(-1, (self.n_kv_head, self.d_k)) * self.d_k**-0.25
+        return r.transpose(0, 1)
+
+    def _start(
+        self,
+        x: Tensor,
+        state: AttentionState,
+        valid: Tensor | None,
+        document_ids: Tensor | None,
+        packing: Packing | None,
+        sinusoids: Tensor | None,
+        key_priority: Tensor | None,
+    ) -> LayerInputs:
+        """Check the arguments of `forward`, and fill in defaults."""
+        self._check(x, state)
+        if sinusoids is None:
+            sinusoids = self.sinusoids(state, x.shape[1])
+        is_gathered = packing is not None
+        if packing is None:
+            packing = read_packing(state, x.shape[1], valid, document_ids)
+        if packing is not None and not is_gathered:
+            x = packing.gather(x)
+            key_priority = None if key_priority is None else packing.gather(key_priority)
+        return LayerInputs(x, sinusoids, packing, key_priority, is_gathered)
+
+    def _checkpointed(self, fn: Callable[..., T]) -> Callable[..., T]:
+        """Return `fn`, with activation checkpointing if it is on."""
+        if not (self.checkpoint_activations and torch.is_grad_enabled()):
+            return fn
+        return lambda *args: checkpoint(fn, *args, use_reentrant=False)
+
+    def norm(self, x: Tensor) -> Tensor:
+        """Return x_tilde, the normalized input of the layer."""
+        return rms_norm(x) if self.config.norm_input else x
+
+    def queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return queries for content, q + u, and for position, q + v: [b, h, g, t, k] each."""
+        q = self.q_proj(x).unflatten(-1, (self.n_kv_head, self.n_group, self.d_k))
+        q = rms_norm(q).permute(0, 2, 3, 1, 4)
+        of_content, of_position = (
+            (q + bias.unsqueeze(2)) * self.d_k**-0.25
+            for bias in (self.content_bias, self.position_bias)
+        )
+        return of_content, of_position
+
+    def keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return k: [b, h, t, k] and v: [b, h, t, v]."""
+        k = self.k_proj(x).unflatten(-1, (self.n_kv_head, self.d_k)).transpose(1, 2)
+        v = self.v_proj(x).unflatten(-1, (self.n_kv_head, self.d_v)).transpose(1, 2)
+        return rms_norm(k) * self.d_k**-0.25, v if self.g_proj is None else F.silu(v)
+
+    def residual(self, wv: Tensor, x: Tensor) -> Tensor:
+        """Apply the gate, if any, and the output projection. wv: [b, h, g, t, v]."""
+        o = wv.permute(0, 3, 1, 2, 4).flatten(2)
+        y: Tensor = self.o_proj(o if self.g_proj is None else gated(o, self.g_proj(x)))
+        return y
+
+    def by_distance(self, q: Tensor, sinusoids: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the positional scores of each query for each distance: [b, h, g, t, d]."""
+        table = sinusoids if mask is None else sinusoids * mask / (1 - self.config.p_dropsin)
+        table = table.to(q.dtype)
+        if with_few_queries(q, table) and is_plain(self.r_proj):  # decoding
+            weight = self.r_proj.weight.unflatten(0, (self.n_kv_head, self.d_k))
+            return scores_of_few_queries(q, weight * self.d_k**-0.25, table)
+        return scores_by_distance(q, self.relative_keys(table))
+
+    def _check(self, x: Tensor, state: AttentionState) -> None:
+        """Raise ValueError if the input or the state does not fit the layer."""
+        if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.config.d_model:
+            raise ValueError(
+                f"input has shape {tuple(x.shape)}, want [batch, tokens >= 1, "
+                f"{self.config.d_model}]"
+            )
+        if state.k.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"state has a batch size of {state.k.shape[0]}, input has {x.shape[0]} rows; "
+                "use init_state(batch_size) or state.select(rows)"
+            )
+        found: dict[str, Tensor | None] = {"keys": state.k, "values": state.v}
+        if isinstance(state, VQState):
+            found["codes"] = state.z
+            found["cache"] = None if state.cache is None else state.cache.mean
+        wanted = self._state_shapes(state)
+        for name in ("keys", "values", "codes", "cache"):
+            x_found, want = found.get(name), wanted.get(name)
+            got = None if x_found is None else tuple(x_found.shape[1:])
+            if got != want:
+                raise ValueError(
+                    f"state comes from another model: its {name} have shape {got} per row, "
+                    f"this layer needs {want}; start from init_state(batch_size)"
+                )
+
+    def _state_shapes(self, state: AttentionState) -> dict[str, tuple[int, ...] | None]:
+        """Return the shapes of a state of this layer, without the batch."""
+        raise NotImplementedError
 
 
 class VQAttention(AttentionLayer):
@@ -43,9 +279,9 @@ class VQAttention(AttentionLayer):
     options: fields of `AttentionConfig`, such as head_type, n_head, n_kv_head, d_k, d_v, n_code,
     block_len and norm_input. By default one gated head (shga); with n_head=8, eight heads of width
     d_model / 8 (mha); with n_kv_head=2 as well, two key/value heads (gqa).
-    reduction, checkpoint_activations and execution select how the result is computed; they do not
-    change it. reduction="triton" needs the extra `triton` and a GPU.
-    execution: None selects that of the input's device.
+    reduction, backend, checkpoint_activations and execution select how the result is computed;
+    they do not change it. reduction="auto" and backend="auto": see `vq_attention`; "triton" needs
+    the extra `triton` and a GPU. execution: None selects that of the input's device.
     """
 
     def __init__(
@@ -53,6 +289,7 @@ class VQAttention(AttentionLayer):
         d_model: int,
         *,
         reduction: Reduction = "auto",
+        backend: Backend = "auto",
         checkpoint_activations: bool = False,
         execution: Execution | None = None,
         **options: Any,
@@ -60,11 +297,8 @@ class VQAttention(AttentionLayer):
         config = AttentionConfig.for_layer(d_model, **options)
         if config.attention != "vq":
             raise UserError("VQAttention needs attention='vq'; use FullAttention instead")
-        check_reduction(reduction)
-        if reduction == "triton":
-            triton.check_package()
         super().__init__(config, checkpoint_activations)
-        self.reduction = reduction
+        self.set_method(reduction, backend)
         self.execution = execution
         self.quantizer = VectorQuantizer(
             config.n_code,
@@ -74,18 +308,25 @@ class VQAttention(AttentionLayer):
             codebook_init=config.codebook_init,
             revive_below=config.revive_below,
         )
-        self.exchange: Callable[[AttentionInputs, AttentionState], AttentionState] | None = None
+        self.exchange: Callable[[AttentionInputs, VQState], VQState] | None = None
         """Context parallelism: in training, returns the state before this rank's shard."""
 
-    def init_state(self, batch_size: int, device: torch.device | None = None) -> AttentionState:
+    def init_state(self, batch_size: int, device: torch.device | None = None) -> VQState:
         config = self.config
-        return self._empty_state(
-            batch_size,
-            config.block_len,
-            device,
-            n_code=config.n_code,
+        # Only parameters of this module are used: those of others may be offloaded or quantized.
+        return VQState.empty(
+            *(batch_size, self.n_kv_head, config.block_len, self.d_k, self.d_v, config.n_code),
             compressive_cache=config.compressive_cache,
+            dtype=self.u.dtype,
+            device=self.u.device if device is None else device,
         )
+
+    def set_method(self, reduction: Reduction, backend: Backend) -> None:
+        """Set how the result is computed; raise UserError if there is no such way."""
+        check_method(reduction, backend)
+        if backend == "triton":
+            triton.check_package()
+        self.reduction, self.backend = reduction, backend
 
     def update_codebook(self, code_usage: CodeUsage) -> None:
         """Move the codebook toward the keys of `code_usage`; call once per optimizer step."""
@@ -102,12 +343,11 @@ class VQAttention(AttentionLayer):
 
         device: of the input; by default that of the layer.
         """
-        if self._is_sharded() or self.reduction not in ("auto", "input_scan"):
-            return seq_len
         block_len = self.config.block_len
-        if self.reduction == "input_scan":
+        if self.reduction == "input_scan" and not self._is_sharded():
             return block_len
-        if is_symbolic(batch_size):
+        is_auto = self.reduction == "auto" and self.backend != "triton"
+        if self._is_sharded() or not is_auto or is_symbolic(batch_size):
             return seq_len
         n_scores = batch_size * self.heads.n_head * (self.config.n_code + 2 * block_len)
         execution = self.execution or execution_on(self.u.device if device is None else device)
@@ -116,7 +356,7 @@ class VQAttention(AttentionLayer):
     def forward(
         self,
         x: Tensor,
-        state: AttentionState | None = None,
+        state: VQState | None = None,
         valid: Tensor | None = None,
         document_ids: Tensor | None = None,
         *,
@@ -124,7 +364,7 @@ class VQAttention(AttentionLayer):
         sinusoids: Tensor | None = None,
         key_priority: Tensor | None = None,
         n_blocks: int | None = None,
-    ) -> AttentionOutput:
+    ) -> AttentionOutput[VQState]:
         """Attend within the next segment of each sequence, and to all earlier ones.
 
         x: [b, t, d_model] with any t >= 1, state: as returned for the previous segment.
@@ -134,12 +374,13 @@ class VQAttention(AttentionLayer):
         packing, sinusoids, n_blocks: computed once by a model for all its layers; x and
         key_priority are then in the order of `Packing.gather`.
         """
-        inputs, state = self._start(x, state, valid, document_ids, packing, sinusoids, key_priority)
+        state = self.init_state(x.shape[0], x.device) if state is None else state
+        inputs = self._start(x, state, valid, document_ids, packing, sinusoids, key_priority)
         inputs = inputs if n_blocks is None else replace(inputs, n_blocks=n_blocks)
         state = self._with_sinusoid_mask(state)
         inputs = self._with_key_priority(inputs)
         attend = self._checkpointed(self._segment)
-        outputs: list[AttentionOutput] = []
+        outputs: list[AttentionOutput[VQState]] = []
         n_rows, seq_len = x.shape[:2]
         max_len = self.segment_len(n_rows, seq_len, x.device)
         lens = segment_lens(seq_len, self.config.block_len, max_len)
@@ -149,28 +390,24 @@ class VQAttention(AttentionLayer):
             state = outputs[-1].state
         return inputs.finish(_join(outputs, segments))
 
-    def _segment(self, inputs: LayerInputs, state: AttentionState) -> AttentionOutput:
+    def _segment(self, inputs: LayerInputs, state: VQState) -> AttentionOutput[VQState]:
         """Project, quantize and attend for one segment."""
         x_tilde, packing = self.norm(inputs.x), inputs.packing
         q_content, q_position = self.queries(x_tilde)
         k, v = self.keys_and_values(x_tilde)
         valid = None if packing is None else packing.valid
         quantized = self.quantizer(k, valid, inputs.key_priority, self._find_code(k.device))
-        k_hat, z, codebook = quantized.k_hat, quantized.z, quantized.codebook
         by_distance = self.by_distance(q_position, inputs.sinusoids, state.sinusoid_mask)
+        segment = AttentionInputs(
+            q_content, quantized.k_hat, quantized.z, v, quantized.codebook, by_distance, packing
+        )
         if self.exchange is not None and self._is_sharded():
-            shard = AttentionInputs(q_content, k_hat, z, v, codebook, by_distance, packing)
-            state = self.exchange(shard, state)
-        wv, state = vq_attention(
-            q_content,
-            k_hat,
-            z,
-            v,
-            codebook,
-            by_distance,
+            state = self.exchange(segment, state)
+        wv, state = attend_segment(
+            segment,
             state,
-            packing=packing,
             reduction=self.reduction,
+            backend=self.backend,
             grad_through_cache=self.config.grad_through_cache,
             n_blocks=inputs.n_blocks,
             execution=self.execution,
@@ -179,12 +416,12 @@ class VQAttention(AttentionLayer):
         return AttentionOutput(y, state, quantized.commit_loss, quantized.usage)
 
     def _find_code(self, device: torch.device) -> FindCode | None:
-        """Return the kernel that finds codes, for reduction="triton" only."""
-        if self.reduction != "triton":
+        """Return the kernel that finds codes, for backend="triton" only."""
+        if self.backend != "triton":
             return None
         triton.check_device(device)
 
-        from transformer_vq.ops.triton.nearest import nearest_code
+        from transformer_vq.ops.triton.blocks import nearest_code
 
         return nearest_code
 
@@ -192,7 +429,7 @@ class VQAttention(AttentionLayer):
         """Return whether this rank has a shard of each sequence (context parallelism)."""
         return self.training and self.exchange is not None
 
-    def _with_sinusoid_mask(self, state: AttentionState) -> AttentionState:
+    def _with_sinusoid_mask(self, state: VQState) -> VQState:
         """In training, draw a new dropout mask if all rows are at their start, else keep it."""
         if not self.training or self.config.p_dropsin == 0.0:
             return state if state.sinusoid_mask is None else replace(state, sinusoid_mask=None)
@@ -212,9 +449,11 @@ class VQAttention(AttentionLayer):
         priority = token_priority(b, t, valid, inputs.x.device)
         return replace(inputs, key_priority=priority)
 
-    def _state_shapes(self, window_len: int) -> dict[str, tuple[int, ...] | None]:
+    def _state_shapes(self, state: AttentionState) -> dict[str, tuple[int, ...] | None]:
         config, h = self.config, self.n_kv_head
-        return super()._state_shapes(config.block_len) | {
+        return {
+            "keys": (h, config.block_len, self.d_k),
+            "values": (h, config.block_len, self.d_v),
             "codes": (h, config.block_len),
             "cache": (h, config.n_code, self.d_v) if config.compressive_cache else None,
         }
@@ -229,8 +468,13 @@ class FullAttention(AttentionLayer):
         config = AttentionConfig.for_layer(d_model, **{"attention": "full", **options})
         super().__init__(config, checkpoint_activations)
 
-    def init_state(self, batch_size: int, device: torch.device | None = None) -> AttentionState:
-        return self._empty_state(batch_size, 0, device)
+    def init_state(self, batch_size: int, device: torch.device | None = None) -> FullState:
+        device = self.u.device if device is None else device
+        k, v = (
+            torch.zeros(batch_size, self.n_kv_head, 0, width, dtype=self.u.dtype, device=device)
+            for width in (self.d_k, self.d_v)
+        )
+        return FullState(k, v, torch.zeros(batch_size, dtype=torch.int64, device=device))
 
     def max_distance(self, state: AttentionState, seq_len: int) -> int:
         return state.k.shape[-2] + seq_len - 1
@@ -238,7 +482,7 @@ class FullAttention(AttentionLayer):
     def forward(
         self,
         x: Tensor,
-        state: AttentionState | None = None,
+        state: FullState | None = None,
         valid: Tensor | None = None,
         document_ids: Tensor | None = None,
         *,
@@ -246,12 +490,13 @@ class FullAttention(AttentionLayer):
         sinusoids: Tensor | None = None,
         key_priority: Tensor | None = None,
         n_blocks: int | None = None,
-    ) -> AttentionOutput:
+    ) -> AttentionOutput[FullState]:
         """Attend as `VQAttention.forward` does; the state grows by one key and value per token."""
-        inputs, state = self._start(x, state, valid, document_ids, packing, sinusoids, None)
+        state = self.init_state(x.shape[0], x.device) if state is None else state
+        inputs = self._start(x, state, valid, document_ids, packing, sinusoids, None)
         return inputs.finish(self._checkpointed(self._segment)(inputs, state))
 
-    def _segment(self, inputs: LayerInputs, state: AttentionState) -> AttentionOutput:
+    def _segment(self, inputs: LayerInputs, state: FullState) -> AttentionOutput[FullState]:
         x_tilde, packing = self.norm(inputs.x), inputs.packing
         q_content, q_position = self.queries(x_tilde)
         k, v = self.keys_and_values(x_tilde)
@@ -269,7 +514,7 @@ class FullAttention(AttentionLayer):
             empty = ~state.window_valid
             bias = bias.masked_fill(F.pad(empty, (0, seq_len))[:, None, None, None], -torch.inf)
         wv = quadratic_attention(q_content, k_all, v_all, bias)
-        after = AttentionState(
+        after = FullState(
             k=k_all if length is None else newest(state.k, k, n_past + seq_len, length, dim=-2),
             v=v_all if length is None else newest(state.v, v, n_past + seq_len, length, dim=-2),
             position=next_position(state.position, seq_len, packing),
@@ -278,7 +523,7 @@ class FullAttention(AttentionLayer):
         )
         return AttentionOutput(self.residual(wv, x_tilde), after, x_tilde.new_zeros(()), None)
 
-    def _sinusoid_mask(self, state: AttentionState, n_key: int) -> Tensor | None:
+    def _sinusoid_mask(self, state: FullState, n_key: int) -> Tensor | None:
         """Return the dropout mask, which has a row per distance and grows at the far end."""
         if not self.training or self.config.p_dropsin == 0.0:
             return None
@@ -290,8 +535,14 @@ class FullAttention(AttentionLayer):
             mask = torch.cat([mask[: -carried.shape[0]], known])
         return mask
 
+    def _state_shapes(self, state: AttentionState) -> dict[str, tuple[int, ...] | None]:
+        n, h = state.k.shape[2], self.n_kv_head
+        return {"keys": (h, n, self.d_k), "values": (h, n, self.d_v)}
 
-def _join(outputs: list[AttentionOutput], segments: list[LayerInputs]) -> AttentionOutput:
+
+def _join(
+    outputs: list[AttentionOutput[VQState]], segments: list[LayerInputs]
+) -> AttentionOutput[VQState]:
     """Return one output for consecutive segments; the commit loss is a mean over valid tokens."""
     if len(outputs) == 1:
         return outputs[0]

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from transformer_vq.ops.cache import accumulation_dtype
 from transformer_vq.ops.position import sinusoids
-from transformer_vq.ops.precision import full_precision
+from transformer_vq.ops.runtime import full_precision
 
 NORM_EPS = 1e-6
 

@@ -1,28 +1,331 @@
-"""TransformerVQ: a stack of residual branches and an output head; one forward for everything."""
+"""TransformerVQ: embeddings, residual branches and an output head; one forward for everything."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transformer_vq.config import ModelConfig, Reduction
+from transformer_vq.config import Backend, ModelConfig, Reduction
 from transformer_vq.device import meta_device
 from transformer_vq.errors import UserError
 from transformer_vq.files import read_tensors, write_tensors
-from transformer_vq.nn.layers import Head
+from transformer_vq.nn.attention import FullAttention, VQAttention
+from transformer_vq.nn.layers import FeedForward, Head, ScaledSinusoids, draw_keep, rms_norm
 from transformer_vq.nn.quantizer import CodeUsage, NotFiniteError
-from transformer_vq.nn.stack import Stack
-from transformer_vq.nn.state import ModelState
-from transformer_vq.ops.cache import accumulation_dtype
-from transformer_vq.ops.execution import Execution
-from transformer_vq.ops.tree import tensor_tree
+from transformer_vq.ops.cache import CacheStats, accumulation_dtype
+from transformer_vq.ops.packing import read_packing
+from transformer_vq.ops.reductions import check_method
+from transformer_vq.ops.runtime import Execution, check_values, tensor_tree
+from transformer_vq.ops.state import AttentionState, FullState, RowState, VQState
+
+
+@tensor_tree
+@dataclass(frozen=True)
+class ModelState(RowState):
+    """Everything a model carries from one segment to the next: one state per attention layer."""
+
+    layers: tuple[AttentionState, ...]
+    branch_keep: Tensor | None = None
+    """LayerDrop, [b, n_branch]: the branches each row keeps; drawn once per sequence."""
+
+    @property
+    def position(self) -> Tensor:
+        """Number of tokens of the current document that each row has seen: [b]."""
+        return self.layers[0].position
+
+    @property
+    def document(self) -> Tensor | None:
+        """Id of the current document of each row, if ids were given: [b]."""
+        return self.layers[0].document
+
+    @property
+    def vq_layers(self) -> tuple[VQState, ...]:
+        """The states of VQ attention; none for full attention."""
+        return tuple(layer for layer in self.layers if isinstance(layer, VQState))
+
+    def to_tensors(self, prefix: str = "state") -> dict[str, Tensor]:
+        """Return all tensors by name, such as `state/layers/0/cache/mean`."""
+        return _flatten(self, prefix)
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str = "state") -> ModelState:
+        """Return the state whose `to_tensors` gave these; other names are ignored."""
+        start = f"{prefix}/"
+        tree = _nest({k.removeprefix(start): x for k, x in tensors.items() if k.startswith(start)})
+        layers = tree["layers"]
+        states = tuple(_attention_state(layers[str(i)]) for i in range(len(layers)))
+        return cls(states, tree.get("branch_keep"))
+
+
+def _attention_state(tensors: dict[str, Any]) -> AttentionState:
+    if "z" not in tensors:
+        return FullState(**tensors)
+    cache = tensors.get("cache")
+    return VQState(**{**tensors, "cache": None if cache is None else CacheStats(**cache)})
+
+
+def _flatten(tree: Any, name: str) -> dict[str, Tensor]:
+    if isinstance(tree, Tensor):
+        return {name: tree}
+    if isinstance(tree, tuple):
+        items = [(str(i), item) for i, item in enumerate(tree)]
+    elif is_dataclass(tree):
+        items = [(f.name, getattr(tree, f.name)) for f in fields(tree)]
+    else:
+        return {}
+    return {k: x for key, item in items for k, x in _flatten(item, f"{name}/{key}").items()}
+
+
+def _nest(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, x in tensors.items():
+        *parents, last = name.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = x
+    return tree
+
+
+@dataclass(frozen=True)
+class StackOutput:
+    """x: [b, t, d_model] features, state: for the next segment, commit_loss and code_usage: as in
+    `ModelOutput`, hidden: the embeddings and the features after each layer, if they were requested.
+    """
+
+    x: Tensor
+    state: ModelState
+    commit_loss: Tensor
+    code_usage: tuple[CodeUsage, ...]
+    hidden: tuple[Tensor, ...] | None = None
+
+
+class Stack(nn.Module):
+    """Embeddings and residual branches: tokens to features (`run`), without an output head."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        reduction: Reduction = "auto",
+        backend: Backend = "auto",
+        checkpoint_activations: bool = False,
+        execution: Execution | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.d_model)
+        self.positions = (
+            ScaledSinusoids(config.d_model, config.pe_wavelength)
+            if config.absolute_positions
+            else None
+        )
+        self.branches = nn.ModuleList(
+            branch
+            for _ in range(config.n_layer)
+            for branch in _layer(config, reduction, backend, checkpoint_activations)
+        )
+        self.set_execution(execution=execution)
+
+    def _attentions(self) -> list[VQAttention | FullAttention]:
+        return [b for b in self.branches if isinstance(b, (VQAttention, FullAttention))]
+
+    @property
+    def uses_candidates(self) -> bool:
+        """Whether training replaces codes with keys, at the start or later."""
+        layers = [layer for layer in self._attentions() if isinstance(layer, VQAttention)]
+        return any(layer.quantizer.uses_candidates for layer in layers)
+
+    def set_execution(
+        self,
+        *,
+        reduction: Reduction | None = None,
+        backend: Backend | None = None,
+        checkpoint_activations: bool | None = None,
+        execution: Execution | None = None,
+    ) -> None:
+        """Change how the function is computed; None keeps a setting."""
+        check_method(reduction or "auto", backend or "auto")
+        for branch in self.branches:
+            assert isinstance(branch, VQAttention | FullAttention | FeedForward)
+            if checkpoint_activations is not None:
+                branch.checkpoint_activations = checkpoint_activations
+            if isinstance(branch, VQAttention):
+                branch.set_method(reduction or branch.reduction, backend or branch.backend)
+                branch.execution = execution or branch.execution
+
+    def init_state(self, batch_size: int, device: torch.device | None = None) -> ModelState:
+        """Return the state before the first token of `batch_size` sequences."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size={batch_size}: must be at least 1")
+        layers = self._attentions()
+        return ModelState(tuple(layer.init_state(batch_size, device) for layer in layers))
+
+    def run(
+        self,
+        tokens: Tensor | None,
+        state: ModelState | None = None,
+        valid: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        key_priority: Tensor | None = None,
+        *,
+        embeds: Tensor | None = None,
+        keep_hidden: bool = False,
+    ) -> StackOutput:
+        """Return the features of the next segment of each sequence, and the state after it.
+
+        tokens: [b, t], or None if embeds: [b, t, d_model] are given. The other arguments are those
+        of `TransformerVQ.forward`.
+        """
+        given = embeds if tokens is None else tokens
+        assert given is not None
+        if tokens is not None:
+            if valid is not None and valid.shape == tokens.shape and valid.dtype == torch.bool:
+                tokens = tokens.masked_fill(~valid, 0)  # padding may have any number
+            self.check_tokens(tokens)
+        self._check_state(given, state)
+        if state is None:
+            state = self.init_state(given.shape[0], given.device)
+        seq_len = given.shape[1]
+        packing = read_packing(state.layers[0], seq_len, valid, document_ids)
+        if tokens is not None:
+            embeds = self.embed((tokens if packing is None else packing.gather(tokens)).long())
+        elif packing is not None and embeds is not None:
+            embeds = packing.gather(embeds)
+        x: Tensor = embeds  # type: ignore[assignment]
+        if self.positions is not None:
+            steps = torch.arange(seq_len, device=x.device)
+            plain = state.position.unsqueeze(-1) + steps
+            x = x + self.positions(plain if packing is None else packing.positions)
+
+        if key_priority is not None and packing is not None:
+            key_priority = packing.gather(key_priority)
+        sinusoids = self._attentions()[0].sinusoids(state.layers[0], seq_len)
+        n_blocks = self._attentions()[0].symbolic_blocks(seq_len)
+        branch_keep = self._branch_keep(state)
+        commit_loss = torch.zeros((), dtype=x.dtype, device=x.device)
+        states: list[AttentionState] = []
+        usages: list[CodeUsage] = []
+        hidden = [x]
+        for i, branch in enumerate(self.branches):
+            if isinstance(branch, FeedForward):
+                y = branch(x)
+            else:
+                output = branch(
+                    x,
+                    state.layers[len(states)],
+                    packing=packing,
+                    sinusoids=sinusoids,
+                    key_priority=key_priority,
+                    n_blocks=n_blocks,
+                )
+                y = output.y
+                commit_loss = commit_loss + output.commit_loss.to(commit_loss.device)
+                states.append(output.state)
+                if output.code_usage is not None:
+                    usages.append(output.code_usage)
+            y = F.dropout(y, self.config.p_dropres, self.training)
+            if branch_keep is not None:
+                y = y * branch_keep[:, i, None, None] / (1 - self.config.p_droplyr)
+            x = x.to(y.device) + y  # the branches may be on several devices
+            if keep_hidden and i % 2 == 1 and i + 1 < len(self.branches):
+                hidden.append(x)
+        x = self.finish(x)
+        if keep_hidden:
+            hidden.append(x)
+        if packing is not None:
+            x = packing.scatter(x)
+            hidden = [packing.scatter(h) for h in hidden[:-1]] + [x]
+        after = ModelState(tuple(states), branch_keep)
+        return StackOutput(
+            x, after, commit_loss, tuple(usages), tuple(hidden) if keep_hidden else None
+        )
+
+    def finish(self, x: Tensor) -> Tensor:
+        """Return the features from the output of the last branch: [..., d_model]."""
+        return rms_norm(x) if self.config.final_norm else x
+
+    @torch.no_grad()
+    def update_codebooks(self, code_usage: Sequence[CodeUsage]) -> None:
+        """Move every codebook toward the keys of `code_usage`; call once per optimizer step."""
+        layers = [layer for layer in self._attentions() if isinstance(layer, VQAttention)]
+        if len(layers) != len(code_usage):
+            raise ValueError(
+                f"code_usage has {len(code_usage)} entries for {len(layers)} codebooks; take it "
+                "from a forward pass in training mode or with gradients"
+            )
+        for layer, usage in zip(layers, code_usage, strict=True):
+            layer.update_codebook(usage)
+
+    def _branch_keep(self, state: ModelState) -> Tensor | None:
+        """LayerDrop: rows at their start draw anew, the others keep what they have."""
+        if not self.training or self.config.p_droplyr == 0.0:
+            return None
+        shape = (state.position.shape[0], len(self.branches))
+        drawn = draw_keep(shape, self.config.p_droplyr, state.position.device)
+        if state.branch_keep is None:
+            return drawn
+        return torch.where(state.position.unsqueeze(-1) == 0, drawn, state.branch_keep)
+
+    def check_tokens(self, tokens: Tensor) -> None:
+        """Raise ValueError for a wrong shape or type, and for tokens outside the vocabulary."""
+        if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 1:
+            raise ValueError(f"tokens have shape {tuple(tokens.shape)}, want [batch, tokens >= 1]")
+        if tokens.dtype not in (torch.int64, torch.int32, torch.int16, torch.uint8):
+            raise ValueError(f"tokens are {tokens.dtype}, want integers (torch.int64)")
+        if torch.compiler.is_compiling():  # the embedding checks its own index
+            return
+        low, high = (x.long() for x in tokens.aminmax())
+        size = self.config.vocab_size
+
+        def error() -> ValueError:
+            token = int(low if low < 0 else high)
+            return ValueError(
+                f"token {token} is outside the vocabulary of {size}; check the tokenizer, or "
+                "vocab_size in ModelConfig"
+            )
+
+        check_values((low >= 0) & (high < size), "a token is outside the vocabulary", error)
+
+    def _check_state(self, given: Tensor, state: ModelState | None) -> None:
+        """Check that a state fits the model and the batch; given: tokens or embeddings."""
+        if state is None:
+            return
+        if len(state.layers) != len(self._attentions()):
+            raise ValueError(
+                f"state comes from another model: it has {len(state.layers)} attention layers, "
+                f"this one {len(self._attentions())}; start from init_state(batch_size)"
+            )
+        if state.position.shape[0] != given.shape[0]:
+            raise ValueError(
+                f"state has a batch size of {state.position.shape[0]}, tokens have "
+                f"{given.shape[0]} rows; use init_state(batch_size) or state.select(rows)"
+            )
+
+
+def _layer(
+    config: ModelConfig, reduction: Reduction, backend: Backend, checkpoint_activations: bool
+) -> list[nn.Module]:
+    """Return the two residual branches of one transformer layer."""
+    options = vars(config.layer) | {"checkpoint_activations": checkpoint_activations}
+
+    def attention() -> nn.Module:
+        if config.attention == "full":
+            return FullAttention(**options)
+        return VQAttention(**options, reduction=reduction, backend=backend)
+
+    if config.n_attention == 2:
+        return [attention(), attention()]
+    return [attention(), FeedForward(config.d_model, config.d_ff, checkpoint_activations)]
+
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that a model can have."""
@@ -45,8 +348,8 @@ class ModelOutput:
 class TransformerVQ(Stack):
     """A decoder-only transformer with dense softmax attention in linear time.
 
-    reduction, checkpoint_activations, execution: how the function is computed; they do not change
-    it. execution: sizes of segments and tiles; None selects those for the device of the input.
+    reduction, backend, checkpoint_activations, execution: how the function is computed, as for
+    `VQAttention`; they do not change it.
     """
 
     def __init__(
@@ -54,12 +357,17 @@ class TransformerVQ(Stack):
         config: ModelConfig,
         *,
         reduction: Reduction = "auto",
+        backend: Backend = "auto",
         checkpoint_activations: bool = False,
         execution: Execution | None = None,
     ) -> None:
-        super().__init__()
-        self.config = config
-        self.build(config, reduction, checkpoint_activations, execution=execution)
+        super().__init__(
+            config,
+            reduction=reduction,
+            backend=backend,
+            checkpoint_activations=checkpoint_activations,
+            execution=execution,
+        )
         if config.tie_embeddings:
             with meta_device():
                 self.head = Head(config.d_model, config.vocab_size, bias=False)
@@ -98,23 +406,19 @@ class TransformerVQ(Stack):
         logits: Tensor = self.head(scaled_features(x, self.config.logit_scale))
         return logits
 
-    def save(self, path: str | os.PathLike[str], **metadata: str) -> str:
+    def save(self, path: str | os.PathLike[str], **metadata: str) -> None:
         """Write weights, codebooks and config to one safetensors file, atomically.
 
-        metadata: more values to store in the file. Return the checksum stored in the file.
+        metadata: more values to store in the file.
         """
         metadata["config"] = json.dumps(asdict(self.config))
-        return write_tensors(Path(path), self.state_dict(), metadata)
+        write_tensors(Path(path), self.state_dict(), metadata)
 
     @classmethod
     def load(
-        cls,
-        path: str | os.PathLike[str],
-        device: torch.device | str | None = None,
-        *,
-        digest: str | None = None,
+        cls, path: str | os.PathLike[str], device: torch.device | str | None = None
     ) -> TransformerVQ:
-        """Load a model that `save` wrote; digest: the checksum it returned, if known.
+        """Load a model that `save` wrote.
 
         Raise UserError if the file is corrupt or does not contain a model, and NotFiniteError if a
         weight or codebook is NaN or infinite.
@@ -123,7 +427,7 @@ class TransformerVQ(Stack):
             raise UserError(
                 f"{path} is a run folder, not a model file; use transformer_vq.load_run"
             )
-        tensors, metadata = read_tensors(Path(path), digest)
+        tensors, metadata = read_tensors(Path(path))
         if "config" not in metadata:
             raise UserError(f"{path} has no model config; was it written by TransformerVQ.save?")
         try:

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from transformer_vq.errors import UserError
 from transformer_vq.ops.cache import accumulation_dtype, code_sums, lookup
-from transformer_vq.ops.checks import is_readable
-from transformer_vq.ops.precision import full_precision
-from transformer_vq.ops.tree import tensor_tree
+from transformer_vq.ops.runtime import full_precision, is_readable, tensor_tree
 
 NO_CANDIDATE = 2**62  # priority of an empty slot, above all others
 MAX_UNUSED = 1024  # training passes without an update of the codebook before a warning

@@ -16,23 +16,24 @@ from torch import Tensor
 
 from transformer_vq.errors import UserError
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype, block_stats
-from transformer_vq.ops.execution import Execution, execution_on
 from transformer_vq.ops.fused import attend_blocks
-from transformer_vq.ops.inputs import AttentionInputs, segment_lens, shift_in
-from transformer_vq.ops.position import local_bias
-from transformer_vq.ops.quadratic import Phi, attention_weights
-from transformer_vq.ops.ragged import (
+from transformer_vq.ops.packing import (
+    AttentionInputs,
     Eviction,
     Packing,
     Visibility,
     find_evictions,
     newest,
     next_position,
+    segment_lens,
+    shift_in,
     visible_keys,
 )
-from transformer_vq.ops.reductions import check_reduction, exclusive_prefix
-from transformer_vq.ops.shapes import is_symbolic, symbolic_blocks
-from transformer_vq.ops.state import AttentionState
+from transformer_vq.ops.position import local_bias
+from transformer_vq.ops.quadratic import Phi, attention_weights
+from transformer_vq.ops.reductions import check_method, exclusive_prefix
+from transformer_vq.ops.runtime import Execution, execution_on, is_symbolic, symbolic_blocks
+from transformer_vq.ops.state import VQState
 
 
 def vq_attention(
@@ -42,16 +43,15 @@ def vq_attention(
     v: Tensor,
     codebook: Tensor,
     by_distance: Tensor | None = None,
-    state: AttentionState | None = None,
+    state: VQState | None = None,
     *,
     block_len: int = 512,
     packing: Packing | None = None,
     reduction: str = "auto",
+    backend: str = "auto",
     phi: Phi | None = None,
     grad_through_cache: bool = True,
-    n_blocks: int | None = None,
-    execution: Execution | None = None,
-) -> tuple[Tensor, AttentionState]:
+) -> tuple[Tensor, VQState]:
     """Return W V of Definition 3.1 for the next segment of a sequence, and the state after it.
 
     q: [b, h, g, t, k], k_hat: [b, h, t, k], z: [b, h, t], v: [b, h, t, v], codebook: [h, s, k],
@@ -63,55 +63,81 @@ def vq_attention(
     L = block_len tokens if by_distance does not determine it. A state without a cache limits
     attention to the last L tokens.
     packing: padding and documents, in the order of `Packing.gather`.
-    reduction: "serial", "matmul" or "associative" across blocks, "input_scan" for one block at a
-    time, "auto" for the fast implementation in `fused`, or "triton" for the GPU kernels in
-    `ops/triton` (extra `triton`), which nothing else selects. Results agree up to rounding.
+    reduction: "serial", "matmul" or "associative" across blocks, or "input_scan" for one block at a
+    time. "auto" is the fast implementation in `fused`; while torch.compile or torch.export traces,
+    and with phi, it is "serial" instead. Results agree up to rounding.
+    backend: "eager", or "triton" for the GPU kernels in `ops/triton` (extra `triton`). "auto" is
+    "eager" on all devices.
     phi: element-wise nonlinearity instead of the softmax (Theorem 3.6).
-    n_blocks: `symbolic_blocks` of the length, computed once for all layers of an exported model.
-    execution: tile sizes of the fast implementation; by default those for the device.
     """
     inputs = AttentionInputs(q, k_hat, z, v, codebook, by_distance, packing)
     if state is None:
         window_len = block_len if by_distance is None else by_distance.shape[-1] - 1
         sizes = (*z.shape[:2], window_len, q.shape[-1], v.shape[-1], codebook.shape[-2])
-        state = AttentionState.empty(*sizes, dtype=v.dtype, device=v.device)
+        state = VQState.empty(*sizes, dtype=v.dtype, device=v.device)
     inputs.check(state)
-    check_reduction(reduction)
-    if reduction == "triton":
-        _check_triton(q.device, phi)
+    check_method(reduction, backend)
     window_len = state.k.shape[-2]
-    is_fused = reduction == "auto" and phi is None and not torch.compiler.is_compiling()
-    outputs: list[Tensor] = []
     max_len = window_len if reduction == "input_scan" else inputs.seq_len
-    for part in inputs.split(segment_lens(inputs.seq_len, window_len, max_len)):
-        whole, n_tokens = part, part.seq_len
-        if is_symbolic(n_tokens):  # blocks of one length, as many as there will be
-            r = symbolic_blocks(n_tokens, window_len) if n_blocks is None else n_blocks
-            assert r is not None
-            whole = part.padded(r * window_len)
-            evicted = find_evictions(state, whole.packing, whole.seq_len, r, n_tokens)
-        else:
-            r = max(1, n_tokens // window_len)
-            evicted = find_evictions(state, part.packing, n_tokens, r)
-        if reduction == "triton":
-            from transformer_vq.ops.triton.attention import attend_blocks as attend_triton
-
-            output, cache = attend_triton(part, state, evicted, grad_through_cache)
-        elif is_fused:
-            tile_queries = (execution or execution_on(q.device)).tile_queries
-            output, cache = attend_blocks(part, state, evicted, grad_through_cache, tile_queries)
-        else:
-            visible = None
-            if whole.packing is not None:
-                visible = visible_keys(whole.packing, window_len, r)
-            output, cache = _plain_blocks(
-                whole, state, evicted, visible, grad_through_cache, reduction, phi
-            )
-        if cache is not None and evicted.kept is not None:
-            cache = CacheStats(cache.mean, cache.count * evicted.kept.view(-1, 1, 1))
-        state = _advance(state, part, cache)
-        outputs.append(output if whole is part else output.narrow(-2, 0, n_tokens))
+    outputs: list[Tensor] = []
+    for segment in inputs.split(segment_lens(inputs.seq_len, window_len, max_len)):
+        output, state = attend_segment(
+            segment,
+            state,
+            reduction=reduction,
+            backend=backend,
+            phi=phi,
+            grad_through_cache=grad_through_cache,
+        )
+        outputs.append(output)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2), state
+
+
+def attend_segment(
+    inputs: AttentionInputs,
+    state: VQState,
+    *,
+    reduction: str = "auto",
+    backend: str = "auto",
+    phi: Phi | None = None,
+    grad_through_cache: bool = True,
+    n_blocks: int | None = None,
+    execution: Execution | None = None,
+) -> tuple[Tensor, VQState]:
+    """Compute `vq_attention` for whole blocks, or for a single shorter one; nothing is checked.
+
+    n_blocks: `symbolic_blocks` of the length, computed once for all layers of an exported model.
+    execution: tile sizes of the fast implementation; by default those for the device.
+    """
+    window_len, n_tokens = state.k.shape[-2], inputs.seq_len
+    whole = inputs
+    if is_symbolic(n_tokens):  # blocks of one length, as many as there will be
+        r = symbolic_blocks(n_tokens, window_len) if n_blocks is None else n_blocks
+        assert r is not None
+        whole = inputs.padded(r * window_len)
+        evicted = find_evictions(state, whole.packing, whole.seq_len, r, n_tokens)
+    else:
+        r = max(1, n_tokens // window_len)
+        evicted = find_evictions(state, inputs.packing, n_tokens, r)
+    if backend == "triton":
+        _check_triton(inputs.q.device, phi)
+        from transformer_vq.ops.triton.attention import attend_blocks as attend_triton
+
+        output, cache = attend_triton(inputs, state, evicted, grad_through_cache)
+    elif reduction == "auto" and phi is None and not torch.compiler.is_compiling():
+        tile_queries = (execution or execution_on(inputs.q.device)).tile_queries
+        output, cache = attend_blocks(inputs, state, evicted, grad_through_cache, tile_queries)
+    else:
+        visible = None
+        if whole.packing is not None:
+            visible = visible_keys(whole.packing, window_len, r)
+        output, cache = _plain_blocks(
+            whole, state, evicted, visible, grad_through_cache, reduction, phi
+        )
+    if cache is not None and evicted.kept is not None:
+        cache = CacheStats(cache.mean, cache.count * evicted.kept.view(-1, 1, 1))
+    output = output if whole is inputs else output.narrow(-2, 0, n_tokens)
+    return output, _advance(state, inputs, cache)
 
 
 def _check_triton(device: torch.device, phi: Phi | None) -> None:
@@ -120,16 +146,13 @@ def _check_triton(device: torch.device, phi: Phi | None) -> None:
 
     check_device(device)
     if phi is not None:
-        raise UserError("reduction='triton' computes a softmax only; use another one with phi")
+        raise UserError("backend='triton' computes a softmax only; use backend='eager' with phi")
     if torch.compiler.is_exporting():
-        raise UserError("reduction='triton' cannot be exported; use reduction='auto'")
+        raise UserError("backend='triton' cannot be exported; use backend='auto'")
 
 
-def _advance(
-    state: AttentionState, inputs: AttentionInputs, cache: CacheStats | None
-) -> AttentionState:
+def _advance(state: VQState, inputs: AttentionInputs, cache: CacheStats | None) -> VQState:
     """Return the state after a segment: its newest tokens in the window, and the new cache."""
-    assert state.z is not None
     window_len, packing = state.k.shape[-2], inputs.packing
     length = None if packing is None else packing.length
     return replace(
@@ -144,7 +167,7 @@ def _advance(
 
 def _plain_blocks(
     inputs: AttentionInputs,
-    state: AttentionState,
+    state: VQState,
     evicted: Eviction,
     visible: Visibility | None,
     grad_through_cache: bool,
@@ -152,7 +175,6 @@ def _plain_blocks(
     phi: Phi | None,
 ) -> tuple[Tensor, CacheStats | None]:
     """Attend from all blocks at once, by differentiable operations; also return the cache after."""
-    assert state.z is not None
     seq_len, window_len = inputs.seq_len, state.k.shape[-2]
     _, n_blocks, n_query = evicted.counted.shape
 

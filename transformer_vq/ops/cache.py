@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from transformer_vq.ops.tree import tensor_tree
+from transformer_vq.ops.runtime import tensor_tree
 
 
 @tensor_tree

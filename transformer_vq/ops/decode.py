@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype, lookup, merge
-from transformer_vq.ops.checks import is_readable
-from transformer_vq.ops.state import AttentionState
+from transformer_vq.ops.runtime import is_readable
+from transformer_vq.ops.state import VQState
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class DecodeState:
     @classmethod
     def of(
         cls,
-        states: Sequence[AttentionState],
+        states: Sequence[VQState],
         codebooks: Sequence[Tensor],
         dtype: torch.dtype | None = None,
     ) -> DecodeState:
@@ -92,7 +92,7 @@ class DecodeState:
             keys = tuple(in_slots(state.k) for state in states)
         return cls(
             values=tuple(values),
-            z=tuple(in_slots(_codes(state).unsqueeze(-1)).squeeze(-1) for state in states),
+            z=tuple(in_slots(state.z.unsqueeze(-1)).squeeze(-1) for state in states),
             log_count=n_tokens.log(),
             position=position,
             n_pending=torch.zeros_like(position),
@@ -117,9 +117,7 @@ class DecodeState:
             if part is not None:
                 yield from (part,) if isinstance(part, Tensor) else part
 
-    def write_row_(
-        self, row: int, states: Sequence[AttentionState], codebooks: Sequence[Tensor]
-    ) -> None:
+    def write_row_(self, row: int, states: Sequence[VQState], codebooks: Sequence[Tensor]) -> None:
         """Replace one row by states of one row."""
         new = DecodeState.of(states, codebooks, self.values[0].dtype)
         if (new.k is None) != (self.k is None):
@@ -138,7 +136,7 @@ class DecodeState:
         self.position[row] = new.position[0]
         self.n_pending[row] = 0
 
-    def states(self, codebooks: Sequence[Tensor], dtype: torch.dtype) -> tuple[AttentionState, ...]:
+    def states(self, codebooks: Sequence[Tensor], dtype: torch.dtype) -> tuple[VQState, ...]:
         """Return a copy as attention states with this dtype."""
         rows = torch.arange(len(self.z[0]), device=self.position.device).unsqueeze(-1)
         steps = torch.arange(1, self.n_slots, device=self.position.device)
@@ -151,13 +149,14 @@ class DecodeState:
             k = lookup(codebook.to(dtype), z)
             if self.k is not None:
                 k = self.k[i][order].unflatten(0, heads).to(dtype)
-            state = AttentionState(k, v, self.position.clone(), z)
+            state = VQState(k, v, self.position.clone(), z)
             k = k.masked_fill(~state.window_valid[:, None, :, None], 0)
             cache = None
             if evicted is not None and self.count is not None:
                 mean, count = self._means(i).clone(), self.count.chunk(len(self.z))[i].clone()
-                mean[rows, evicted.z[i]] = evicted.cache.mean[i]
-                count[rows, evicted.z[i]] = evicted.cache.count[i]
+                codes, merged = evicted
+                mean[rows, codes[i]] = merged.mean[i]
+                count[rows, codes[i]] = merged.count[i]
                 cache = CacheStats(mean.unflatten(0, heads), count.unflatten(0, heads))
             found.append(replace(state, k=k, cache=cache))
         return tuple(found)
@@ -165,8 +164,11 @@ class DecodeState:
     def _means(self, layer: int) -> Tensor:
         return self.values[layer][:, self.n_slots :] if self.mean is None else self.mean[layer]
 
-    def evict(self) -> Evicted:
-        """Merge the token in the free slot of every row, if any, with the mean of its code."""
+    def evict(self) -> tuple[Tensor, CacheStats]:
+        """Merge the token in the free slot of every row, if any, with the mean of its code.
+
+        Return the codes, [n, r, 1], and their statistics with the evicted tokens.
+        """
         assert self.count is not None
         n_layer, n_row = len(self.z), len(self.z[0])
         slot = self.slot
@@ -178,16 +180,7 @@ class DecodeState:
         count = self.count.gather(1, z.flatten(0, 1)).unflatten(0, (n_layer, n_row))
         pending = self.n_pending.repeat_interleave(n_row // len(self.n_pending))
         token = CacheStats(v.to(mean.dtype), pending.unsqueeze(-1).expand_as(count))
-        cache = merge(CacheStats(mean, count), token)
-        return Evicted(z, cache)
-
-
-@dataclass(frozen=True)
-class Evicted:
-    """z: [n, r, 1], the codes of evicted tokens, and the statistics of these codes with them."""
-
-    z: Tensor
-    cache: CacheStats
+        return z, merge(CacheStats(mean, count), token)
 
 
 @dataclass(frozen=True)
@@ -196,6 +189,7 @@ class Step:
 
     state: that of all layers. slot: [r, 1], that of the token. column: [r, 1, L + 1], the column of
     the positional scores for each slot. log_count: [n, r, columns]. rows: [r, 1], all rows.
+    evicted: `DecodeState.evict`, or None without a cache.
     """
 
     state: DecodeState
@@ -203,7 +197,7 @@ class Step:
     column: Tensor
     log_count: Tensor
     rows: Tensor
-    evicted: Evicted | None
+    evicted: tuple[Tensor, CacheStats] | None
 
     @classmethod
     def start_(cls, state: DecodeState) -> Step:
@@ -215,7 +209,7 @@ class Step:
         log = torch.zeros((), dtype=state.log_count.dtype, device=device).expand(all_rows.shape)
         if state.count is not None:
             evicted = state.evict()
-            z, count = (x.flatten(0, 1) for x in (evicted.z, evicted.cache.count))
+            z, count = evicted[0].flatten(0, 1), evicted[1].count.flatten(0, 1)
             state.count.index_put_((all_rows, z), count)
             column = torch.cat([column, n + z], dim=1)
             log = torch.cat([log, count.to(log.dtype).log()], dim=1)
@@ -286,7 +280,7 @@ def _write_(v: Tensor, layer: int, step: Step) -> Tensor:
     if step.evicted is None:
         values.index_put_((step.rows, step.slot), v.to(values.dtype))
         return values
-    z, mean = step.evicted.z[layer], step.evicted.cache.mean[layer]
+    z, mean = step.evicted[0][layer], step.evicted[1].mean[layer]
     if state.mean is not None:
         state.mean[layer].index_put_((step.rows, z), mean)
     column = torch.cat([step.slot, state.n_slots + z], dim=1)
@@ -295,12 +289,7 @@ def _write_(v: Tensor, layer: int, step: Step) -> Tensor:
     return values
 
 
-def _codes(state: AttentionState) -> Tensor:
-    assert state.z is not None
-    return state.z
-
-
-def are_codewords(states: Sequence[AttentionState], codebooks: Sequence[Tensor]) -> bool:
+def are_codewords(states: Sequence[VQState], codebooks: Sequence[Tensor]) -> bool:
     """Return whether all keys in the windows are known to be codewords.
 
     They are, unless a codebook has changed since.
@@ -308,7 +297,7 @@ def are_codewords(states: Sequence[AttentionState], codebooks: Sequence[Tensor])
     if not is_readable(states[0].k):  # looking would stall a GPU
         return False
     differ = [
-        (state.k != lookup(codebook.to(state.k.dtype), _codes(state)))
+        (state.k != lookup(codebook.to(state.k.dtype), state.z))
         & state.window_valid[:, None, :, None]
         for state, codebook in zip(states, codebooks, strict=True)
     ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from transformer_vq.ops.cache import block_stats
 from transformer_vq.ops.quadratic import Phi, attention_weights
-from transformer_vq.ops.shapes import check_shapes
+from transformer_vq.ops.runtime import check_shapes
 
 
 def encoder_attention(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.ops.cache import CacheStats, merge
-from transformer_vq.ops.state import AttentionState
+from transformer_vq.ops.state import VQState
 
 
 def minimal_vq_attention(
@@ -29,8 +29,8 @@ def minimal_vq_attention(
     v: Tensor,
     codebook: Tensor,
     by_distance: Tensor,
-    state: AttentionState,
-) -> tuple[Tensor, AttentionState]:
+    state: VQState,
+) -> tuple[Tensor, VQState]:
     """Return W V of Definition 3.1 for the next tokens of a sequence, and the state after them.
 
     q: [b, h, g, t, k], k_hat: [b, h, t, k], z: [b, h, t], v: [b, h, t, v], codebook: [h, s, k],
@@ -38,7 +38,6 @@ def minimal_vq_attention(
     """
     k_window, v_window, z_window, position = state.k, state.v, state.z, state.position
     cache = state.cache
-    assert z_window is not None
     assert cache is not None
     n_code, window_len = codebook.shape[-2], k_window.shape[-2]
     outputs = []

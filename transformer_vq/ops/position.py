@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.ops.cache import accumulation_dtype
-from transformer_vq.ops.shapes import is_symbolic
+from transformer_vq.ops.runtime import is_symbolic
 
 
 def sinusoids(positions: Tensor, width: int, wavelength: float, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from transformer_vq.ops.cache import accumulation_dtype
-from transformer_vq.ops.shapes import check_shapes
+from transformer_vq.ops.runtime import check_shapes
 
 Phi = Callable[[Tensor], Tensor]
 """An element-wise nonlinearity phi_w with phi_w(-inf) = 0; None means softmax."""

@@ -12,16 +12,24 @@ from torch import Tensor
 
 from transformer_vq.errors import UserError
 from transformer_vq.ops.cache import CacheStats, fraction, merge
-from transformer_vq.ops.shapes import is_symbolic
+from transformer_vq.ops.runtime import is_symbolic
 
-REDUCTIONS = ("serial", "matmul", "associative")
+REDUCTIONS = ("auto", "serial", "matmul", "associative", "input_scan")
+BACKENDS = ("auto", "eager", "triton")
 
 
-def check_reduction(name: str) -> None:
-    """Raise UserError if a reduction of `vq_attention` does not exist."""
-    known = ("auto", *REDUCTIONS, "input_scan", "triton")
-    if name not in known:
-        raise UserError(f"reduction={name!r}: choose one of {', '.join(known)}")
+def check_method(reduction: str, backend: str) -> None:
+    """Raise UserError if `vq_attention` does not have this reduction or backend."""
+    if reduction == "triton":
+        raise UserError("reduction='triton' is now backend='triton', with reduction='auto'")
+    for name, value, known in (
+        ("reduction", reduction, REDUCTIONS),
+        ("backend", backend, BACKENDS),
+    ):
+        if value not in known:
+            raise UserError(f"{name}={value!r}: choose one of {', '.join(known)}")
+    if backend == "triton" and reduction != "auto":
+        raise UserError(f"backend='triton' needs reduction='auto', not {reduction!r}")
 
 
 def exclusive_prefix(

@@ -1,7 +1,8 @@
 """The state that attention carries from one segment of a sequence to the next.
 
-The window holds the last L tokens uncompressed, the cache everything older. Full attention has a
-window that grows, and no cache. Rows are independent and may be at different positions.
+For VQ attention the window holds the last L tokens uncompressed, the cache everything older. Full
+attention has a window that grows, and no cache. Rows are independent and may be at different
+positions.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import torch
 from torch import Tensor
 
 from transformer_vq.ops.cache import CacheStats
-from transformer_vq.ops.tree import tensor_tree
+from transformer_vq.ops.runtime import tensor_tree
 
 
 class RowState:
     """Operations on any state: tensors with the batch first, where all zeros is an empty state."""
 
     def detach(self) -> Self:
-        """Return the same values without gradients, as between windows of truncated BPTT."""
+        """Return the same values without gradients, as between spans of truncated BPTT."""
         detached: Self = _map(Tensor.detach, self)
         return detached
 
@@ -50,25 +51,42 @@ class RowState:
         return sum(x.numel() * x.element_size() for x in _tensors(self))
 
 
-@tensor_tree
 @dataclass(frozen=True)
 class AttentionState(RowState):
-    """k: [b, h, L, k], v: [b, h, L, v], position: [b]; for VQ also z: [b, h, L] and the cache.
+    """What `VQState` and `FullState` share: k: [b, h, L, k], v: [b, h, L, v], position: [b].
 
-    For VQ attention k holds quantized keys. `position` is the number of tokens of the current
-    document that a row has seen. The newest token is the last in the window; slots that are empty
-    or belong to an earlier document come first.
+    `position` is the number of tokens of the current document that a row has seen. The newest token
+    is the last in the window; slots that are empty or belong to an earlier document come first.
     """
 
     k: Tensor
     v: Tensor
     position: Tensor
-    z: Tensor | None = None
-    cache: CacheStats | None = None
-    document: Tensor | None = None
+    document: Tensor | None = field(default=None, kw_only=True)
     """Id of the current document of each row, [b]; None if no ids were given."""
-    sinusoid_mask: Tensor | None = field(default=None, metadata={"shared_by_rows": True})
+    sinusoid_mask: Tensor | None = field(
+        default=None, kw_only=True, metadata={"shared_by_rows": True}
+    )
     """Dropout mask of the sinusoids, [d, d_model]: drawn once per sequence."""
+
+    @property
+    def window_valid(self) -> Tensor:
+        """Which slots of the window hold a token: [b, L]."""
+        window_len = self.k.shape[-2]
+        slots = torch.arange(window_len, device=self.position.device)
+        return slots >= window_len - self.position.unsqueeze(-1)
+
+
+@tensor_tree
+@dataclass(frozen=True)
+class VQState(AttentionState):
+    """The state of VQ attention: k holds quantized keys, z: [b, h, L] their codes.
+
+    Without a cache, attention is limited to the last L tokens.
+    """
+
+    z: Tensor
+    cache: CacheStats | None = None
 
     @classmethod
     def empty(
@@ -78,31 +96,28 @@ class AttentionState(RowState):
         window_len: int,
         d_k: int,
         d_v: int,
-        n_code: int | None = None,
+        n_code: int,
         *,
         compressive_cache: bool = True,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
-    ) -> AttentionState:
-        """Return an empty state; without `n_code`, one for full attention."""
+    ) -> VQState:
+        """Return the state before the first token."""
         lead = (batch_size, n_head)
-        is_vq = n_code is not None
+        cache = CacheStats.empty(*lead, n_code, d_v, dtype=dtype, device=device)
         return cls(
             k=torch.zeros(*lead, window_len, d_k, dtype=dtype, device=device),
             v=torch.zeros(*lead, window_len, d_v, dtype=dtype, device=device),
             position=torch.zeros(batch_size, dtype=torch.int64, device=device),
-            z=torch.zeros(*lead, window_len, dtype=torch.int64, device=device) if is_vq else None,
-            cache=CacheStats.empty(*lead, n_code, d_v, dtype=dtype, device=device)
-            if n_code is not None and compressive_cache
-            else None,
+            z=torch.zeros(*lead, window_len, dtype=torch.int64, device=device),
+            cache=cache if compressive_cache else None,
         )
 
-    @property
-    def window_valid(self) -> Tensor:
-        """Which slots of the window hold a token: [b, L]."""
-        window_len = self.k.shape[-2]
-        slots = torch.arange(window_len, device=self.position.device)
-        return slots >= window_len - self.position.unsqueeze(-1)
+
+@tensor_tree
+@dataclass(frozen=True)
+class FullState(AttentionState):
+    """The state of full attention: all keys and values."""
 
 
 def _map(fn: Callable[[Tensor], Tensor], tree: Any, only_rows: bool = False) -> Any:

@@ -19,13 +19,11 @@ from torch import Tensor
 from transformer_vq.data.batches import Batch
 from transformer_vq.errors import UserError
 from transformer_vq.nn.attention import VQAttention
-from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.nn.state import ModelState
+from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.ops.cache import CacheStats, block_stats, merge
-from transformer_vq.ops.checks import is_readable
-from transformer_vq.ops.inputs import AttentionInputs
-from transformer_vq.ops.ragged import find_evictions, next_position, read_packing
-from transformer_vq.ops.state import AttentionState
+from transformer_vq.ops.packing import AttentionInputs, find_evictions, next_position, read_packing
+from transformer_vq.ops.runtime import is_readable
+from transformer_vq.ops.state import VQState
 
 
 class Exchange:
@@ -37,7 +35,7 @@ class Exchange:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.sent = 0
 
-    def __call__(self, inputs: AttentionInputs, state: AttentionState) -> AttentionState:
+    def __call__(self, inputs: AttentionInputs, state: VQState) -> VQState:
         """Return the state after all tokens of lower ranks.
 
         inputs: of this rank's shard. state: on rank 0 the state carried from the previous window;
@@ -50,7 +48,6 @@ class Exchange:
         z_in = self.send(z[..., -window_len:], 1)
         # Selected by value, because rank 0 must take part in the backward pass too.
         is_rank_zero = torch.full((), self.rank == 0, device=v.device)
-        assert state.z is not None
         state = replace(
             state,
             k=torch.where(is_rank_zero, state.k.to(k_in.dtype), k_in),
@@ -69,9 +66,8 @@ class Exchange:
             ),
         )
 
-    def _evicted(self, inputs: AttentionInputs, state: AttentionState) -> CacheStats:
+    def _evicted(self, inputs: AttentionInputs, state: VQState) -> CacheStats:
         """Return the statistics of the tokens evicted to the cache within this shard."""
-        assert state.z is not None
         assert state.cache is not None
         seq_len = inputs.seq_len
         z = torch.cat([state.z, inputs.z], dim=-1)[..., :seq_len]
@@ -190,7 +186,7 @@ def pass_to_first_rank(state: ModelState, group: dist.ProcessGroup) -> ModelStat
     operation, peer = (dist.isend, 0) if rank == last else (dist.irecv, last)
     layers = []
     for layer in state.layers:
-        assert layer.z is not None
+        assert isinstance(layer, VQState)
         tensors = [layer.k, layer.v, layer.z]
         if layer.cache is not None:
             tensors += [layer.cache.mean, layer.cache.count]

@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformer_vq.config import ParallelConfig, RunConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.errors import UserError
-from transformer_vq.nn.model import ModelOutput, TransformerVQ
+from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import CodeUsage
-from transformer_vq.nn.state import ModelState
 from transformer_vq.parallel.compilation import (
     can_compile,
     compile_branches,

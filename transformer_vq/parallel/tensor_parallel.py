@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from transformer_vq.config import ModelConfig
 from transformer_vq.errors import UserError
+from transformer_vq.nn.attention import AttentionLayer
 from transformer_vq.nn.layers import FeedForward
 from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.nn.projections import AttentionLayer
 from transformer_vq.nn.quantizer import Quantized
 from transformer_vq.parallel.world import World
 

@@ -1,105 +1,265 @@
-"""POST /v1/completions: text that continues prompts, as one JSON object or as a stream."""
+"""POST /v1/completions and /v1/chat/completions: as one JSON object, or as a stream of events."""
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi import Request as HTTPRequest
 from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from transformer_vq.data.chat_template import compile_chat_template
 from transformer_vq.data.tokenizers import Tokenizer
-from transformer_vq.serve.bodies import body_route
-from transformer_vq.serve.errors import APIError
-from transformer_vq.serve.requests import Event, NewToken, PromptRead, TokenScore
-from transformer_vq.serve.schema import CompletionBody
-from transformer_vq.serve.service import Service, check_finished
-from transformer_vq.serve.streaming import stream_response
+from transformer_vq.serve.guard import BodyRoute
+from transformer_vq.serve.requests import Event, Finished, NewToken, Prefilled, Request, TokenScore
+from transformer_vq.serve.schema import (
+    APIError,
+    ChatBody,
+    ChatMessage,
+    CompletionBody,
+    GenerationBody,
+)
+from transformer_vq.serve.service import Service
 
 MAX_TEXTS = 256  # per request: prompts times n
 MAX_SCORES = 100_000  # log probabilities of prompts per request; each takes about 700 bytes
 
 
 def completions_router(service: Service) -> APIRouter:
-    """Return the route."""
-    router = APIRouter(route_class=body_route(service.limits.prompt_tokens))
+    """Return the two routes."""
+    router = APIRouter(route_class=BodyRoute, tags=["generation"])
 
-    @router.post("/v1/completions", response_model=None, tags=["generation"])
+    @router.post("/v1/completions", response_model=None)
     async def completions(body: CompletionBody, client: HTTPRequest) -> Response:
         """Continue one or several prompts."""
         service.check_model(body.model)
-        max_tokens = service.new_tokens(body.max_tokens)
-        start = await service.start(body.context)
+        start = await service.open_context(body.context)
         prompts = await read_prompts(service, body, client)
         scores_prompt = body.echo and body.logprobs is not None
         if scores_prompt:
-            check_scores(sum(len(prompt.tokens) for prompt in prompts) * body.n, body.logprobs or 0)
-        seed = service.seed(body)
-        requests = [
-            service.request(
-                body,
-                prompt.tokens,
-                max_tokens,
-                seed=seed,
-                sample=sample,
-                start=start,
-                n_logprobs=body.logprobs,
-                scores_prompt=scores_prompt,
-            )
-            for prompt in prompts
-            for sample in range(body.n)
-        ]
-        echoes = [prompt.text if body.echo else "" for prompt in prompts for _ in range(body.n)]
-        n_start = 0 if start is None else start.n_tokens
-        texts = [Text(service.tokenizer, echo, n_start) for echo in echoes]
-        head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": service.name,
-        }
+            check_scores(sum(len(tokens) for tokens, _ in prompts) * body.n, body.logprobs or 0)
+        requests: list[Request] = []
+        choices: list[Choice] = []
+        for tokens, text in prompts:
+            for request in service.requests(body, tokens, start, body.logprobs, scores_prompt):
+                echo = text if body.echo else ""
+                choices.append(Choice(service.tokenizer, len(requests), request, echo))
+                requests.append(request)
+        head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion"}
+        return await respond(service, body, client, requests, choices, head)
 
-        def choice(i: int, text: str, reason: str | None, logprobs: Any) -> dict[str, Any]:
-            return {"index": i, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-        async def stream(events: AsyncIterator[tuple[int, Event]]) -> AsyncIterator[dict[str, Any]]:
-            async for i, event in events:
-                text, reason = texts[i].add(event)
-                logprobs = texts[i].new_logprobs() if body.logprobs is not None else None
-                if text or reason or (logprobs and logprobs["tokens"]):
-                    yield head | {"choices": [choice(i, text, reason, logprobs)]}
-            if body.includes_usage:
-                yield head | {"choices": [], "usage": usage(texts, body.n)}
-
-        if body.stream:
-            return await stream_response(service, requests, client, stream)
-        async with service.events(requests, client) as events:
-            async for i, event in events:
-                texts[i].add(event)
-        choices = [
-            choice(i, x.text, x.reason, x.new_logprobs() if body.logprobs is not None else None)
-            for i, x in enumerate(texts)
-        ]
-        return JSONResponse(head | {"choices": choices, "usage": usage(texts, body.n)})
+    @router.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody, client: HTTPRequest) -> Response:
+        """Write the next message. Models without a chat template answer with status 400."""
+        service.check_model(body.model)
+        check_number(body.n, service)
+        start = await service.open_context(body.context)
+        prompt = await read_messages(service, body.messages, client)
+        if start is None and prompt[:1] != [service.tokenizer.bos]:
+            prompt = [service.tokenizer.bos, *prompt]
+        service.check_length(len(prompt), "messages")
+        n_top = (body.top_logprobs or 0) if body.logprobs else None
+        requests = service.requests(body, prompt, start, n_top)
+        choices = [ChatChoice(service.tokenizer, i, x) for i, x in enumerate(requests)]
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind}
+        return await respond(service, body, client, requests, choices, head)
 
     return router
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt as tokens, starting with bos, and as text."""
-
-    tokens: Sequence[int]
-    text: str
+# Responses
 
 
-async def read_prompts(service: Service, body: CompletionBody, client: HTTPRequest) -> list[Prompt]:
-    """Return the prompts of a body; raise APIError if they are of other types, or too many."""
+class Choice:
+    """One text of a response, in the format of completions; its events arrive one by one."""
+
+    def __init__(self, tokenizer: Tokenizer, index: int, request: Request, echo: str = "") -> None:
+        self._tokenizer, self._index, self._echo = tokenizer, index, echo
+        self._has_scores = request.n_logprobs is not None
+        self.n_start = 0 if request.start is None else request.start.n_tokens
+        self._scores: list[TokenScore | None] = []
+        """Those that are not sent yet."""
+        self._offset = 0
+        self.finished: Finished | None = None
+
+    def add(self, event: Event) -> str:
+        """Take the next event and return the new text."""
+        if isinstance(event, Prefilled):
+            self._scores.extend(event.scores)
+            return self._echo
+        if isinstance(event, NewToken):
+            if event.score is not None:
+                self._scores.append(event.score)
+            return event.text
+        self.finished = event
+        return event.rest
+
+    def chunk(self, new: str) -> dict[str, Any] | None:
+        """Return the object to stream after an event with a new text, if any."""
+        if not (new or self.finished or self._scores):
+            return None
+        return self._object({"text": new})
+
+    def whole(self) -> dict[str, Any]:
+        """Return the object of a response that is not streamed, after the last event."""
+        assert self.finished is not None
+        return self._object({"text": self._echo + self.finished.text})
+
+    def _object(self, content: dict[str, Any]) -> dict[str, Any]:
+        logprobs = self._logprobs() if self._has_scores else None
+        self._scores = []
+        reason = None if self.finished is None else self.finished.reason
+        return {"index": self._index, "logprobs": logprobs, "finish_reason": reason} | content
+
+    def _logprobs(self) -> dict[str, Any]:
+        """Return the new log probabilities."""
+        rows: list[tuple[Any, ...]] = []
+        for score in self._scores:
+            name = "" if score is None else token_name(self._tokenizer, score.token)
+            if score is None:
+                rows.append((name, None, None, self._offset))
+            else:
+                top = {token_name(self._tokenizer, token): x for token, x in score.top}
+                rows.append((name, score.logprob, top, self._offset))
+            self._offset += len(name)
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: [row[i] for row in rows] for i, name in enumerate(names)}
+
+
+class ChatChoice(Choice):
+    """One message of a response, in the format of chat completions."""
+
+    _is_new = True
+
+    def chunk(self, new: str) -> dict[str, Any] | None:
+        if not (new or self.finished or self._scores or self._is_new):
+            return None
+        role = {"role": "assistant"} if self._is_new else {}
+        self._is_new = False
+        return self._object({"delta": role | {"content": new}})
+
+    def whole(self) -> dict[str, Any]:
+        assert self.finished is not None
+        message = {"role": "assistant", "content": self.finished.text, "refusal": None}
+        return self._object({"message": message})
+
+    def _logprobs(self) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            content = list(self._tokenizer.decode([token]))
+            name = token_name(self._tokenizer, token)
+            return {"token": name, "logprob": logprob, "bytes": content}
+
+        content = [
+            entry(score.token, score.logprob) | {"top_logprobs": [entry(*x) for x in score.top]}
+            for score in self._scores
+            if score is not None
+        ]
+        return {"content": content, "refusal": None}
+
+
+async def respond(
+    service: Service,
+    body: GenerationBody,
+    client: HTTPRequest,
+    requests: Sequence[Request],
+    choices: Sequence[Choice],
+    head: dict[str, Any],
+) -> Response:
+    """Answer with the texts of requests: streamed, or all at once. head: fields of every object."""
+    head = head | {"created": int(time.time()), "model": service.name}
+    stack = AsyncExitStack()
+    events = await stack.enter_async_context(service.events(requests, client))
+
+    async def objects() -> AsyncIterator[dict[str, Any]]:
+        async for i, event in events:
+            chunk = choices[i].chunk(choices[i].add(event))
+            if chunk is not None:
+                yield head | {"choices": [chunk]}
+        if body.includes_usage:
+            yield head | {"choices": [], "usage": usage(choices, body.n)}
+
+    if body.stream:
+        return await stream_response(objects(), stack)
+    async with stack:
+        async for i, event in events:
+            choices[i].add(event)
+    found = [choice.whole() for choice in choices]
+    return JSONResponse(head | {"choices": found, "usage": usage(choices, body.n)})
+
+
+async def stream_response(
+    objects: AsyncIterator[dict[str, Any]], stack: AsyncExitStack
+) -> StreamingResponse:
+    """Return a response that streams objects as server-sent events, and closes the stack.
+
+    The first object is awaited, so that a request that fails before it has the right status.
+    Later errors are sent as an event.
+    """
+    try:
+        first = await anext(objects, None)
+    except BaseException:
+        await stack.aclose()
+        raise
+
+    def event(value: dict[str, Any]) -> str:
+        return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+    async def content() -> AsyncIterator[str]:
+        async with stack:
+            try:
+                if first is not None:
+                    yield event(first)
+                async for item in objects:
+                    yield event(item)
+            except APIError as error:
+                yield event(error.body)
+            yield "data: [DONE]\n\n"
+
+    return StreamingResponse(content(), media_type="text/event-stream")
+
+
+def token_name(tokenizer: Tokenizer, token: int) -> str:
+    """Return the text of a token; bytes that are not text are written as OpenAI writes them."""
+    content = tokenizer.decode([token])
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def usage(choices: Sequence[Choice], n: int) -> dict[str, Any]:
+    """Return the numbers of tokens; each prompt counts once, whatever n is."""
+    ends = [choice.finished for choice in choices if choice.finished is not None]
+    n_start = sum(choice.n_start for choice in choices[::n])
+    n_prompt = n_start + sum(end.n_prompt for end in ends[::n])
+    n_cached = n_start + sum(end.n_cached for end in ends[::n])
+    n_new = sum(end.n_new for end in ends)
+    return {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_new,
+        "total_tokens": n_prompt + n_new,
+        "prompt_tokens_details": {"cached_tokens": n_cached},
+    }
+
+
+# Prompts
+
+
+async def read_prompts(
+    service: Service, body: CompletionBody, client: HTTPRequest
+) -> list[tuple[list[int], str]]:
+    """Return the tokens of prompts, starting with bos, and their texts.
+
+    Raises APIError if they are of other types, or too many.
+    """
     given = body.prompt
     bos = [] if body.context is not None else [service.tokenizer.bos]
     if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
@@ -108,25 +268,23 @@ async def read_prompts(service: Service, body: CompletionBody, client: HTTPReque
         message = "prompt: give a text, a list of texts, a list of token ids, or a list of these"
         raise APIError(400, message, "prompt")
     check_number(len(given) * body.n, service)
-    found: list[Prompt] = []
+
+    def read_tokens(item: Any) -> str:
+        """Check a prompt of token ids, which has bos if the client wants it; return its text."""
+        if not isinstance(item, list) or not item or any(type(x) is not int for x in item):
+            message = "prompt: every entry must be a text or a list of token ids"
+            raise APIError(400, message, "prompt")
+        service.check_tokens(item, "prompt")
+        return service.tokenizer.decode(item).decode(errors="replace") if body.echo else ""
+
+    found: list[tuple[list[int], str]] = []
     for item in given:
         if isinstance(item, str):
-            prompt = Prompt([*bos, *await service.encode(item, "prompt", client)], item)
+            found.append((bos + await service.encode(item, "prompt", client), item))
         else:
-            prompt = await run_in_threadpool(_token_prompt, service, item, body.echo)
-        found.append(prompt)
-        service.check_length(sum(len(x.tokens) for x in found), "prompt")
+            found.append((item, await run_in_threadpool(read_tokens, item)))
+        service.check_length(sum(len(tokens) for tokens, _ in found), "prompt")
     return found
-
-
-def _token_prompt(service: Service, item: Any, is_echoed: bool) -> Prompt:
-    """Return a prompt of token ids; clients decide themselves whether bos comes first."""
-    if not isinstance(item, list) or not item or any(type(x) is not int for x in item):
-        message = "prompt: every entry must be a text or a list of token ids"
-        raise APIError(400, message, "prompt")
-    service.check_tokens(item, "prompt")
-    text = service.tokenizer.decode(item).decode(errors="replace") if is_echoed else ""
-    return Prompt(item, text)
 
 
 def check_scores(n_tokens: int, n_top: int) -> None:
@@ -147,76 +305,50 @@ def check_number(n: int, service: Service) -> None:
         raise APIError(400, message, "n")
 
 
-@dataclass
-class Text:
-    """A text that grows by the events of its request, and the log probabilities of its tokens."""
+async def read_messages(
+    service: Service, messages: list[ChatMessage], client: HTTPRequest
+) -> list[int]:
+    """Return the prompt of a conversation; raise APIError if there is no template for it.
 
-    tokenizer: Tokenizer
-    text: str = ""
-    """At first the prompt, if it is to be echoed."""
-    n_start: int = 0
-    """Tokens of the context that the prompt continues."""
-    reason: str | None = None
-    n_prompt: int = 0
-    n_cached: int = 0
-    n_new: int = 0
-    _scores: list[TokenScore | None] = field(default_factory=list)
-    _offset: int = 0
+    Names of special tokens are tokens in the template, and text in the messages.
+    """
+    if service.chat_template is None:
+        message = "this model has no chat template; use /v1/completions"
+        raise APIError(400, message, code="no_chat_template")
+    special: dict[str, int] = getattr(service.tokenizer, "special_tokens", {})
+    names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
+    # Divides names in messages while they are rendered; unknown to clients, and without letters,
+    # which a template may change.
+    mark = str(secrets.randbits(128))
 
-    def add(self, event: Event) -> tuple[str, str | None]:
-        """Return the new text, and the reason if it is the last; raise APIError if it failed."""
-        if isinstance(event, PromptRead):
-            self._scores.extend(event.scores)
-            return self.text, None  # the echo
-        if isinstance(event, NewToken):
-            if event.score is not None:
-                self._scores.append(event.score)
-            self.text += event.text
-            return event.text, None
-        check_finished(event)
-        self.text += event.text
-        self.reason = event.reason
-        self.n_prompt, self.n_cached, self.n_new = event.n_prompt, event.n_cached, event.n_new
-        return event.text, event.reason
+    def divided(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {divided(key): divided(x) for key, x in value.items()}
+        if isinstance(value, list):
+            return [divided(x) for x in value]
+        if isinstance(value, str) and names:
+            return re.sub(names, lambda name: mark.join(name[0]) + mark, value)
+        return value
 
-    def new_logprobs(self) -> dict[str, Any]:
-        """Return the log probabilities since the last call, in the format of completions."""
-        found: dict[str, list[Any]] = {
-            "tokens": [],
-            "token_logprobs": [],
-            "top_logprobs": [],
-            "text_offset": [],
-        }
-        for score in self._scores:
-            name = "" if score is None else token_name(self.tokenizer, score.token)
-            found["tokens"].append(name)
-            found["token_logprobs"].append(None if score is None else score.logprob)
-            top = {} if score is None else score.top
-            named = {token_name(self.tokenizer, token): x for token, x in top}
-            found["top_logprobs"].append(None if score is None else named)
-            found["text_offset"].append(self._offset)
-            self._offset += len(name)
-        self._scores = []
-        return found
+    def render(template: str) -> str:
+        named: dict[int | None, str] = {token: name for name, token in special.items()}
+        try:
+            return compile_chat_template(template).render(
+                messages=[divided(message.plain()) for message in messages],
+                add_generation_prompt=True,
+                bos_token=named.get(service.tokenizer.bos, ""),
+                eos_token=named.get(service.tokenizer.eod, ""),
+            )
+        except Exception as error:  # whatever a template does with fields that it does not expect
+            reason = " ".join(str(error).split())
+            message = f"messages: the chat template rejects them: {reason:.200}"
+            raise APIError(400, message, "messages") from error
 
-
-def token_name(tokenizer: Tokenizer, token: int) -> str:
-    """Return the text of a token; bytes that are not text are written as OpenAI writes them."""
-    content = tokenizer.decode([token])
-    try:
-        return content.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
-
-
-def usage(texts: Sequence[Text], n: int) -> dict[str, Any]:
-    """Return the numbers of tokens; each prompt counts once, whatever n is."""
-    n_prompt = sum(text.n_start + text.n_prompt for text in texts[::n])
-    n_cached = sum(text.n_start + text.n_cached for text in texts[::n])
-    n_new = sum(text.n_new for text in texts)
-    return {
-        "prompt_tokens": n_prompt,
-        "completion_tokens": n_new,
-        "total_tokens": n_prompt + n_new,
-        "prompt_tokens_details": {"cached_tokens": n_cached},
-    }
+    text = await run_in_threadpool(render, service.chat_template)
+    tokens: list[int] = []
+    for part in re.split(f"({names})", text) if names else [text]:
+        if part in special:
+            tokens.append(special[part])
+        elif part:
+            tokens += await service.encode(part.replace(mark, ""), "messages", client)
+    return tokens

@@ -1,4 +1,4 @@
-"""Stored contexts: documents that were read once, kept as files, and continued by many requests.
+"""Contexts of documents that were prefilled once: their store, and the routes of /v1/contexts.
 
 Ids are random and known to the store, so nothing that a client sends becomes a path. Files are
 written atomically: a server that is killed loses no context whose id it has returned. Only one
@@ -7,31 +7,41 @@ process may use a folder; `tvq serve` locks it.
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
-import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
-from transformer_vq.errors import UserError
-from transformer_vq.files import (
-    CorruptFileError,
-    make_private_folder,
-    partial_path,
-    read_verified_json,
-    remove_partial_files,
-    write_verified_json,
-)
+from fastapi import APIRouter, Query
+from fastapi import Request as HTTPRequest
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import StreamingResponse
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+
+from transformer_vq.files import make_private_folder, partial_path, remove_partial_files
 from transformer_vq.generation.prefill import Context
 from transformer_vq.generation.snapshot import SnapshotError, Snapshots
-from transformer_vq.serve.errors import APIError
-from transformer_vq.serve.requests import Start
+from transformer_vq.serve.guard import SNAPSHOT_TYPES, BodyRoute, media_type
+from transformer_vq.serve.requests import Finished, Start
+from transformer_vq.serve.schema import (
+    MAX_NAME,
+    APIError,
+    ContextBody,
+    GenerationBody,
+    invalid_field,
+)
+
+if TYPE_CHECKING:
+    from transformer_vq.serve.service import Service
 
 IN_MEMORY = 8  # contexts that stay loaded
+CHUNK_BYTES = 2**18  # of a download
 
 
 @dataclass(frozen=True)
@@ -52,22 +62,16 @@ class StoredContext:
 
 
 class ContextStore:
-    """Contexts of one model in a folder, at most `max_bytes` in all."""
+    """Contexts of one model in a folder, at most `max_bytes` in all; each is one file."""
 
     def __init__(self, folder: Path, snapshots: Snapshots, max_bytes: int) -> None:
         self._folder, self._snapshots, self._max_bytes = folder, snapshots, max_bytes
         self._lock = threading.Lock()
-        self._loaded: OrderedDict[str, Context] = OrderedDict()
-        self._entries: dict[str, StoredContext] = {}
+        self._load = lru_cache(IN_MEMORY)(partial(snapshots.load, n_rows=1))
         make_private_folder(folder)
         remove_partial_files(folder)
-        for path in folder.glob("*.json"):
-            entry = _read_entry(path)
-            if entry is not None and self._path(entry.id).is_file():
-                self._entries[entry.id] = entry
-        for path in folder.glob("ctx-*.safetensors"):
-            if not path.with_suffix(".json").exists():  # killed before its id was returned
-                path.unlink()
+        found = map(_read_entry, folder.glob("ctx-*.safetensors"))
+        self._entries = {entry.id: entry for entry in found if entry is not None}
 
     def list(self) -> list[StoredContext]:
         """Return all contexts, the newest first."""
@@ -84,55 +88,38 @@ class ContextStore:
     def open(self, context: str) -> Start:
         """Return a context to continue from."""
         entry = self.get(context)
-        with self._lock:
-            loaded = self._loaded.get(context)
-            if loaded is None:
-                try:
-                    loaded = self._snapshots.load(self._path(entry.id), n_rows=1)
-                except SnapshotError as error:
-                    raise self._unreadable(entry) from error
-            self._remember(context, loaded)
+        try:
+            loaded = self._load(self._path(entry.id))
+        except SnapshotError as error:
+            raise self._unreadable(entry) from error
         return Start(loaded, entry.id.encode(), entry.tokens)
 
     def _unreadable(self, entry: StoredContext) -> APIError:
-        """Return the error for a file that cannot be read; if it is gone, so is its entry."""
-        if self._path(entry.id).exists():
-            message = f"the context {entry.id} cannot be read; upload the document again"
-            return APIError(409, message, "context")
+        """Forget a context whose file is gone or damaged; return the error."""
         self._entries.pop(entry.id, None)
-        self._entry_path(entry.id).unlink(missing_ok=True)
-        message = f"the file of the context {entry.id} is gone; upload the document again"
+        message = f"the context {entry.id} cannot be read; upload the document again"
         return APIError(404, message, "context", "context_not_found")
 
     def add(
         self, context: Context, n_tokens: int, name: str = "", parent: str | None = None
     ) -> StoredContext:
         """Store a context and return its entry; the file exists when this returns."""
-        identity = f"ctx-{secrets.token_hex(12)}"
-        path = self._path(identity)
+        path = self._path(f"ctx-{secrets.token_hex(12)}")
+        metadata = {"name": name, "tokens": str(n_tokens), "parent": parent or ""}
         with _removed_on_failure(path):
-            self._snapshots.save(path, context)
-            size = path.stat().st_size
-            entry = StoredContext(identity, name, n_tokens, size, int(time.time()), parent)
+            self._snapshots.save(path, context, metadata)
+            entry = _read_entry(path)
+            assert entry is not None
             with self._lock:
                 used = sum(x.bytes for x in self._entries.values())
-                if used + size > self._max_bytes:
+                if used + entry.bytes > self._max_bytes:
                     message = (
                         f"contexts use {used:,} of {self._max_bytes:,} bytes; delete some with "
                         "DELETE /v1/contexts/ID"
                     )
                     raise APIError(413, message, code="storage_full")
-                write_verified_json(self._entry_path(identity), asdict(entry))
-                self._entries[identity] = entry
-                self._remember(identity, context)
+                self._entries[entry.id] = entry
         return entry
-
-    def _remember(self, identity: str, context: Context) -> None:
-        """Keep a context in memory, and forget the least recently used one above the limit."""
-        self._loaded[identity] = context
-        self._loaded.move_to_end(identity)
-        while len(self._loaded) > IN_MEMORY:
-            self._loaded.popitem(last=False)
 
     def upload(self, content: bytes, name: str) -> StoredContext:
         """Store a downloaded context again, after checking that it belongs to this model."""
@@ -159,18 +146,13 @@ class ContextStore:
 
     def delete(self, context: str) -> None:
         """Delete a context; requests that continue from it are not affected."""
-        entry = self.get(context)
+        path = self._path(self.get(context).id)
         with self._lock:
-            self._entries.pop(entry.id, None)
-            self._loaded.pop(entry.id, None)
-        self._entry_path(entry.id).unlink(missing_ok=True)
-        self._path(entry.id).unlink(missing_ok=True)
+            self._entries.pop(context, None)
+        path.unlink(missing_ok=True)
 
     def _path(self, identity: str) -> Path:
         return self._folder / f"{identity}.safetensors"
-
-    def _entry_path(self, identity: str) -> Path:
-        return self._folder / f"{identity}.json"
 
 
 @contextmanager
@@ -188,8 +170,111 @@ def _removed_on_failure(path: Path) -> Iterator[None]:
 
 
 def _read_entry(path: Path) -> StoredContext | None:
+    """Return what the metadata of a file say; None if it is not a stored context."""
     try:
-        values = read_verified_json(path)
-        return StoredContext(**{f.name: values[f.name] for f in fields(StoredContext)})
-    except (CorruptFileError, UserError, KeyError, TypeError):
+        with safe_open(path, "pt") as file:
+            values = file.metadata() or {}
+        status = path.stat()
+        return StoredContext(
+            id=path.stem,
+            name=values["name"],
+            tokens=int(values["tokens"]),
+            bytes=status.st_size,
+            created=int(status.st_mtime),
+            parent=values["parent"] or None,
+        )
+    except (SafetensorError, OSError, KeyError, ValueError):
         return None
+
+
+def contexts_router(service: Service) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter(prefix="/v1/contexts", tags=["contexts"], route_class=BodyRoute)
+
+    # Functions that are not async run in a thread, so that slow disks do not delay other requests.
+
+    @router.get("")
+    def list_contexts() -> dict[str, Any]:
+        """List all stored contexts, the newest first."""
+        data = [entry.plain() for entry in service.contexts.list()]
+        return {"object": "list", "data": data}
+
+    @router.post("", status_code=201)
+    async def create_context(
+        client: HTTPRequest, name: Annotated[str, Query(max_length=MAX_NAME)] = ""
+    ) -> dict[str, Any]:
+        """Prefill a document and store the context after it.
+
+        The body is JSON with `text` or `tokens`, plain text (text/plain), or a context that was
+        downloaded before (application/octet-stream).
+        """
+        kind = media_type(client.headers)
+        content = await client.body()
+        if kind in SNAPSHOT_TYPES:
+            return (await run_in_threadpool(service.contexts.upload, content, name)).plain()
+        body = await run_in_threadpool(parse_body, content, name if kind == "text/plain" else None)
+        return await _store_document(service, body, client)
+
+    @router.get("/{context}")
+    async def get_context(context: str) -> dict[str, Any]:
+        """Describe a stored context."""
+        return service.contexts.get(context).plain()
+
+    @router.post("/{context}/branch", status_code=201)
+    async def branch_context(
+        context: str, body: ContextBody, client: HTTPRequest
+    ) -> dict[str, Any]:
+        """Append text to a context and store the result as another one."""
+        return await _store_document(service, body, client, parent=context)
+
+    @router.get("/{context}/content", response_class=StreamingResponse)
+    def download_context(context: str) -> StreamingResponse:
+        """Download a context as a safetensors file, for `load_context` or another server."""
+        file = service.contexts.content(context)
+        headers = {
+            "Content-Length": str(os.fstat(file.fileno()).st_size),
+            "Content-Disposition": f'attachment; filename="{context}.safetensors"',
+        }
+        return StreamingResponse(_chunks(file), headers=headers, media_type=SNAPSHOT_TYPES[0])
+
+    @router.delete("/{context}")
+    def delete_context(context: str) -> dict[str, Any]:
+        """Delete a stored context."""
+        service.contexts.delete(context)
+        return {"id": context, "object": "context", "deleted": True}
+
+    return router
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
+def parse_body(content: bytes, name_of_text: str | None = None) -> ContextBody:
+    """Return a JSON body, or a plain text with its name; raise APIError if it is invalid."""
+    try:
+        if name_of_text is not None:
+            return ContextBody(text=content.decode(), name=name_of_text)
+        return ContextBody.model_validate_json(content)
+    except UnicodeDecodeError:
+        raise APIError(400, "the document is not valid UTF-8") from None
+    except ValidationError as error:
+        raise invalid_field(error.errors()[0]) from None
+
+
+async def _store_document(
+    service: Service, body: ContextBody, client: HTTPRequest, parent: str | None = None
+) -> dict[str, Any]:
+    """Prefill a document, after that of a parent if given; store its context and describe it."""
+    start = await service.open_context(parent)
+    tokens = await service.tokens_of(body.text or "", body.tokens, client, start)
+    requests = service.requests(GenerationBody(max_tokens=0), tokens, start)
+    async with service.events(requests, client) as events:
+        (*_, (_, end)) = [event async for event in events]
+    assert isinstance(end, Finished)
+    assert end.context is not None
+    n_tokens = len(tokens) + (0 if start is None else start.n_tokens)
+    add = partial(service.contexts.add, end.context, n_tokens, body.name, parent)
+    return (await run_in_threadpool(add)).plain()

@@ -16,10 +16,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from prometheus_client import Histogram
 from torch import Tensor
 
 from transformer_vq.data.tokenizers import Tokenizer
@@ -29,10 +29,8 @@ from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.sampling import NOT_FINITE, Sampling, choose, mark_not_finite
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import NotFiniteError
-from transformer_vq.serve.generation import Generation, Notify, scores
-from transformer_vq.serve.metrics import Latencies
 from transformer_vq.serve.prefixes import PrefixStore
-from transformer_vq.serve.requests import Finished, NewToken, PromptRead, Request, TokenScore
+from transformer_vq.serve.requests import Event, Finished, Generation, Notify, Request
 from transformer_vq.transfer import HostCopy, to_device
 
 logger = logging.getLogger(__name__)
@@ -48,18 +46,32 @@ class EngineStoppedError(RuntimeError):
     """The engine accepts no more requests."""
 
 
-@dataclass
-class Counters:
-    """What the engine has done since it was started."""
+def _histogram(name: str, text: str, longest: int) -> Histogram:
+    """Return a histogram of seconds, with bounds up to the longest time."""
+    bounds = [x * 10.0**e for e in range(-3, 3) for x in (1, 2, 5)]
+    buckets = [bound for bound in bounds if bound <= longest]
+    return Histogram(f"tvq_{name}_seconds", text, registry=None, buckets=buckets)
 
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    """Tokens of prompts and stored contexts that were not processed again."""
-    new_tokens: int = 0
-    steps: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-    """Number of requests by reason."""
-    latencies: Latencies = field(default_factory=Latencies)
+
+class Counters:
+    """What the engine has done since it was started; the histograms are per text or token."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.new_tokens = self.steps = 0
+        self.cached_tokens = 0
+        """Tokens of prompts and stored contexts that were not processed again."""
+        self.finished: dict[str, int] = {}
+        """Number of requests by reason."""
+        self.queue_wait = _histogram("queue_wait", "Time that a text waits for a slot.", 5)
+        self.first_token = _histogram(
+            "time_to_first_token", "Time from arrival to the first token.", 500
+        )
+        self.next_token = _histogram(
+            "time_per_output_token", "Time between two tokens of a text.", 5
+        )
+        self.duration = _histogram(
+            "request_duration", "Time from arrival to the end of a text.", 500
+        )
 
 
 def check_servable(model: TransformerVQ) -> None:
@@ -72,7 +84,6 @@ class Engine:
     """Generates texts for many requests at once; see `submit`.
 
     precision: returns a context for all computations, such as that of `matmul_precision`.
-    state_dtype: that of the values in the slots, as for `stream`.
     """
 
     def __init__(
@@ -83,14 +94,13 @@ class Engine:
         n_slots: int = 8,
         max_waiting: int = 64,
         precision: Callable[[], AbstractContextManager[object]] = nullcontext,
-        state_dtype: torch.dtype | None = None,
     ) -> None:
         check_servable(model)
         self.model, self.tokenizer, self.prefixes = model.eval(), tokenizer, prefixes
         self.max_waiting = max_waiting
         self.counters = Counters()
         self._precision = precision
-        self._decoder = Decoder(model, model.init_state(n_slots), state_dtype=state_dtype)
+        self._decoder = Decoder(model, model.init_state(n_slots))
         weight = next(model.parameters())
         self._logits = torch.zeros(
             n_slots,
@@ -99,8 +109,8 @@ class Engine:
             device=weight.device,
         )
         self._slots: list[Generation | None] = [None] * n_slots
-        self._reading: deque[Generation] = deque()
-        """Requests whose prompts are being read; each will have a slot."""
+        self._prefilling: deque[Generation] = deque()
+        """Requests whose prompts are being processed; each will have a slot."""
         self._waiting: deque[Generation] = deque()
         self._lock = threading.Lock()
         """Held while requests move: each is in one of the three places above at any time."""
@@ -121,7 +131,7 @@ class Engine:
             return self._n_active()
 
     def _n_active(self) -> int:
-        return len(self._reading) + sum(slot is not None for slot in self._slots)
+        return len(self._prefilling) + sum(slot is not None for slot in self._slots)
 
     @property
     def n_waiting(self) -> int:
@@ -131,9 +141,9 @@ class Engine:
     def prefill_progress(self) -> tuple[int, int]:
         """Tokens of unfinished prompts and documents: those processed, and all."""
         with self._lock:
-            unfinished = [*self._waiting, *self._reading]
+            unfinished = [*self._waiting, *self._prefilling]
         total = sum(len(x.request.prompt) for x in unfinished)
-        return total - sum(x.n_unread for x in unfinished), total
+        return total - sum(x.n_to_prefill for x in unfinished), total
 
     def submit(self, request: Request, notify: Notify) -> Generation:
         """Queue a request; `notify` receives its events, the last of which is Finished.
@@ -159,12 +169,11 @@ class Engine:
 
     def generate(self, request: Request) -> tuple[str, Finished]:
         """Return the text of one request and its last event; the engine must be running."""
-        events: queue.SimpleQueue[PromptRead | NewToken | Finished] = queue.SimpleQueue()
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.submit(request, events.put)
-        text = ""
         while not isinstance(event := events.get(), Finished):
-            text += event.text if isinstance(event, NewToken) else ""
-        return text + event.text, event
+            pass
+        return event.text, event
 
     # The thread
 
@@ -174,10 +183,7 @@ class Engine:
         self._thread.start()
 
     def stop(self, seconds: float = 0.0) -> None:
-        """Accept no more requests, finish those in progress, and cancel what is left after a time.
-
-        Prefixes in memory are written to disk.
-        """
+        """Accept no more requests, finish those in progress, and cancel the rest after a time."""
         with self._lock:
             self._stopping = True
         self._wake.set()
@@ -189,12 +195,11 @@ class Engine:
                 generation.cancel()
             self._wake.set()
             self._thread.join()
-        self.prefixes.close()
 
     def _all(self) -> list[Generation]:
         with self._lock:
             occupied = [slot for slot in self._slots if slot is not None]
-            return [*self._waiting, *self._reading, *occupied]
+            return [*self._waiting, *self._prefilling, *occupied]
 
     def _run(self) -> None:
         while True:
@@ -211,11 +216,11 @@ class Engine:
         with torch.no_grad(), self._precision():
             self._drop_ended()
             self._admit()
-            reading = self._reading[0] if self._reading else None
-            has_read = reading is not None and self._guarded(self._read, [reading])
+            first = self._prefilling[0] if self._prefilling else None
+            has_prefilled = first is not None and self._guarded(self._prefill, [first])
             occupied = [x for x in self._slots if x is not None and not x.finished]
             has_decoded = bool(occupied) and self._guarded(self._decode, occupied)
-        return has_read or has_decoded
+        return has_prefilled or has_decoded
 
     def _guarded(self, step: Callable[[], None], affected: Sequence[Generation]) -> bool:
         """Run a step; if it fails, end the requests that it affects. The server keeps running."""
@@ -240,39 +245,39 @@ class Engine:
             elif deadline is not None and now >= deadline:
                 generation.finish("timeout")
         with self._lock:
-            for x in (*self._waiting, *self._reading, *self._slots):
+            for x in (*self._waiting, *self._prefilling, *self._slots):
                 if x is not None and x.finished:
                     self._count(x, now)
             self._waiting = deque(x for x in self._waiting if not x.finished)
-            self._reading = deque(x for x in self._reading if not x.finished)
+            self._prefilling = deque(x for x in self._prefilling if not x.finished)
             self._slots = [None if x is None or x.finished else x for x in self._slots]
 
     def _count(self, generation: Generation, now: float) -> None:
         counters, reason, start = self.counters, str(generation.reason), generation.request.start
         counters.cached_tokens += generation.n_cached + (0 if start is None else start.n_tokens)
         counters.finished[reason] = counters.finished.get(reason, 0) + 1
-        counters.latencies.request.observe(now - generation.submitted)
+        counters.duration.observe(now - generation.submitted)
 
     def _admit(self) -> None:
-        """Start to read the prompts of waiting requests, as many as there are free slots."""
+        """Start the prefill of waiting requests, as many as there are free slots."""
         now = time.monotonic()
         with self._lock:
             while self._waiting and self._n_active() < self.n_slots:
                 generation = self._waiting.popleft()
-                self._reading.append(generation)
-                self.counters.latencies.waiting.observe(now - generation.submitted)
+                self._prefilling.append(generation)
+                self.counters.queue_wait.observe(now - generation.submitted)
 
-    def _read(self) -> None:
+    def _prefill(self) -> None:
         """Process one segment of the next prompt in turn."""
-        generation = self._reading[0]
+        generation = self._prefilling[0]
         generation.reuse(self.prefixes)
-        if generation.n_unread:
-            before = generation.n_unread
-            generation.read(self.model, self.prefixes)
-            self.counters.prompt_tokens += before - generation.n_unread
-        if generation.n_unread:
+        if generation.n_to_prefill:
+            before = generation.n_to_prefill
+            generation.prefill(self.model, self.prefixes)
+            self.counters.prompt_tokens += before - generation.n_to_prefill
+        if generation.n_to_prefill:
             with self._lock:
-                self._reading.rotate(-1)
+                self._prefilling.rotate(-1)
             return
         slot = self._slots.index(None)
         generation.start_decoding()
@@ -282,7 +287,7 @@ class Engine:
         self._decoder.write_row_(slot, generation.context.state)
         self._logits[slot] = generation.context.logits[0]
         with self._lock:
-            self._slots[slot] = self._reading.popleft()
+            self._slots[slot] = self._prefilling.popleft()
 
     def _decode(self) -> None:
         """Choose the next token of every text, and compute the logits of the one after it.
@@ -331,13 +336,9 @@ class Engine:
         if token == NOT_FINITE:
             raise NotFiniteError("the logits are NaN or infinite")
         self.counters.new_tokens += 1
-        self.counters.latencies.observe_token(now, generation.submitted, generation.last_token)
+        if generation.last_token is None:
+            self.counters.first_token.observe(now - generation.submitted)
+        else:
+            self.counters.next_token.observe(now - generation.last_token)
         generation.last_token = now
-        generation.add(token, _score(logits, token, generation.request))
-
-
-def _score(logits: Tensor, token: int, request: Request) -> TokenScore | None:
-    if request.n_logprobs is None:
-        return None
-    (score,) = scores(logits.unsqueeze(0), [token], request.n_logprobs)
-    return score
+        generation.add(token, logits)

@@ -1,13 +1,27 @@
-"""What the engine is asked for, and what it reports back."""
+"""A request to the engine: what it asks for, its events, and how far it is."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from transformer_vq.generation.prefill import Context
+import numpy as np
+import torch
+from torch import Tensor
+
+from transformer_vq.data.tokenizers import Tokenizer
+from transformer_vq.generation.prefill import Context, segments
 from transformer_vq.generation.sampling import Sampling
+from transformer_vq.generation.text import TextStream
+from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.serve.prefixes import PrefixStore, is_stored, prefix_digests
+from transformer_vq.transfer import to_device
+
+logger = logging.getLogger(__name__)
 
 Reason = Literal["stop", "length", "cancelled", "timeout", "error"]
 """Why a request ended. stop: the model ended the document, or a stop string occurred."""
@@ -32,7 +46,7 @@ class Request:
     prompt: Sequence[int]
     """Tokens; they start with the tokenizer's bos unless they continue `start`."""
     max_new_tokens: int
-    """0 only reads the prompt."""
+    """0 only prefills the prompt, and returns the context after it."""
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     sample: int = 0
@@ -45,8 +59,6 @@ class Request:
     """Report the log probability of each token, and this many of the most likely ones."""
     scores_prompt: bool = False
     """Report log probabilities of the prompt too."""
-    keeps_context: bool = False
-    """Return the context after the prompt."""
     start: Start | None = None
     deadline: float | None = None
     """Time of `time.monotonic` at which the request ends with reason "timeout"."""
@@ -62,7 +74,7 @@ class TokenScore:
 
 
 @dataclass(frozen=True)
-class PromptRead:
+class Prefilled:
     """Event: the prompt is processed and the first token follows.
 
     scores: one entry per token of the prompt, None for the first, if they were asked for.
@@ -86,7 +98,9 @@ class Finished:
 
     reason: Reason
     text: str
-    """The rest of the text, which was held back as the possible start of a stop string."""
+    """The whole text."""
+    rest: str
+    """Its end, which was held back as the possible start of a stop string."""
     n_prompt: int
     n_cached: int
     """Tokens of the prompt that were not processed again."""
@@ -95,4 +109,150 @@ class Finished:
     error: str | None = None
 
 
-Event = PromptRead | NewToken | Finished
+Event = Prefilled | NewToken | Finished
+Notify = Callable[[Event], None]
+"""Receives the events of a request, on the thread of the engine; it must not block."""
+
+
+class Generation:
+    """A request on its way through the engine: waiting, prefill, decoding, finished.
+
+    Only the engine's thread calls its methods, except `cancel` and `is_cancelled`.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, notify: Notify) -> None:
+        self.request = request
+        self._notify = notify
+        self._text = TextStream(tokenizer, request.stop)
+        has_end = request.stop_at_end and tokenizer.eod is not None
+        self._stop_token = tokenizer.eod if has_end else None
+        self._rng = np.random.default_rng([request.seed, request.sample])
+        self._cancelled = threading.Event()
+        self.submitted = time.monotonic()
+        self.last_token: float | None = None
+        """Time of the last token, if there was one."""
+        self.reason: Reason | None = None
+        self.n_cached = 0
+        self.n_new = 0
+        self._n_prefilled = 0
+        self._digests: dict[int, bytes] | None = None
+        self._scores: list[TokenScore | None] = []
+        self._context = None if request.start is None else request.start.context
+
+    def cancel(self) -> None:
+        """Ask the engine to end the request between two steps."""
+        self._cancelled.set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+    @property
+    def finished(self) -> bool:
+        return self.reason is not None
+
+    @property
+    def context(self) -> Context:
+        """The context after the prompt."""
+        assert self._context is not None
+        return self._context
+
+    @property
+    def n_to_prefill(self) -> int:
+        """Tokens of the prompt that are still to be processed."""
+        return len(self.request.prompt) - self._n_prefilled
+
+    def reuse(self, prefixes: PrefixStore) -> None:
+        """Continue from the longest stored prefix of the prompt; only the first call does so."""
+        if self._digests is not None:
+            return
+        request = self.request
+        start = b"" if request.start is None else request.start.digest
+        self._digests = prefix_digests(request.prompt, start)
+        if request.scores_prompt:
+            self._scores = [None]
+            return
+        for n, digest in reversed(self._digests.items()):
+            found = prefixes.get(digest)
+            if found is not None:
+                self._context, self._n_prefilled, self.n_cached = found, n, n
+                return
+
+    def prefill(self, model: TransformerVQ, prefixes: PrefixStore) -> None:
+        """Process the next segment of the prompt."""
+        request = self.request
+        begin, end = next(segments(len(request.prompt), self._n_prefilled))
+        device = next(model.parameters()).device
+        tokens = to_device(torch.as_tensor(request.prompt[begin:end]), device)
+        state = model.init_state(1) if self._context is None else self._context.state
+        n_logits = end - begin if request.scores_prompt else 1
+        output = model(tokens.unsqueeze(0), state, n_logits=n_logits)
+        self._context = Context(output.logits[:, -1].clone(), output.state)
+        self._n_prefilled = end
+        if request.scores_prompt:
+            known = request.prompt[begin + 1 : end + 1]
+            found = scores(output.logits[0, : len(known)], known, request.n_logprobs or 0)
+            self._scores.extend(found)
+        assert self._digests is not None
+        if is_stored(end, list(self._digests)):
+            prefixes.put(self._digests[end], self._context)
+
+    def start_decoding(self) -> None:
+        """Report that the prompt is processed."""
+        event = Prefilled(tuple(self._scores))
+        self._scores = []  # large
+        self._send(event)
+
+    def uniform(self) -> float:
+        """Return the random number that chooses the next token."""
+        return float(self._rng.random())
+
+    def add(self, token: int, logits: Tensor) -> None:
+        """Report a token that was chosen by its logits, or finish with it."""
+        self.n_new += 1
+        score, n_top = None, self.request.n_logprobs
+        if n_top is not None:
+            (score,) = scores(logits.unsqueeze(0), [token], n_top)
+        if token == self._stop_token:
+            self.finish("stop", self._text.end())
+            return
+        text = self._text.push(token)
+        self._send(NewToken(token, text, score))
+        if self._text.stopped:
+            self.finish("stop")
+        elif self.n_new == self.request.max_new_tokens:
+            self.finish("length", self._text.end())
+
+    def finish(self, reason: Reason, rest: str = "", error: str | None = None) -> None:
+        """Report the end of the request, once."""
+        if self.finished:
+            return
+        self.reason = reason
+        n_prompt = len(self.request.prompt)
+        is_returned = self.request.max_new_tokens == 0 and self.n_to_prefill == 0
+        context = self._context if is_returned else None
+        text, n_cached, n_new = self._text.text, self.n_cached, self.n_new
+        self._send(Finished(reason, text, rest, n_prompt, n_cached, n_new, context, error))
+
+    def _send(self, event: Event) -> None:
+        """Report an event; a receiver that fails ends its own request and no other."""
+        try:
+            self._notify(event)
+        except Exception:
+            logger.exception("the receiver of a request failed")
+            self.cancel()
+
+
+def scores(logits: Tensor, tokens: Sequence[int], n_top: int) -> list[TokenScore]:
+    """Return the log probabilities of tokens, and of the most likely ones at their places.
+
+    logits: [n, vocab_size], for n tokens.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(-1, torch.as_tensor(tokens, device=logits.device).unsqueeze(-1))
+    top, places = logprobs.topk(min(n_top, logits.shape[-1]), dim=-1)
+    rows = zip(tokens, chosen[:, 0].tolist(), places.tolist(), top.tolist(), strict=True)
+    return [
+        TokenScore(int(token), logprob, tuple(zip(ids, values, strict=True)))
+        for token, logprob, ids, values in rows
+    ]

@@ -1,15 +1,18 @@
-"""Bodies of requests: the fields of the OpenAI API that a language model like this can honor.
+"""What goes over the wire: errors, and the bodies of requests.
 
-Fields that would change the result but are not supported are rejected, not ignored.
+Bodies have the fields of the OpenAI API that a language model like this can honor. Fields that
+would change the result but are not supported are rejected, not ignored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from transformer_vq.generation import defaults
+from transformer_vq.generation import TEMPERATURE, TOP_P
 
 MAX_MESSAGES = 10_000
 MAX_SAMPLES = 128
@@ -18,8 +21,59 @@ MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_NAME = 200  # characters
 MAX_INSPECTED = 4096  # tokens
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "unavailable_error",
+}
+RETRY_SECONDS = 1  # a slot is free again within seconds unless all texts are very long
 
-Stop = str | list[str] | None
+
+class APIError(Exception):
+    """A request that cannot be answered. message: one sentence; param: the field it is about."""
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object of the response."""
+        kind = KINDS.get(self.status, "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def response(self) -> JSONResponse:
+        """Return the response; clients may repeat a request that came at a bad time."""
+        headers = {"Retry-After": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body, self.status, headers)
+
+
+def invalid_field(error: Mapping[str, Any]) -> APIError:
+    """Return the answer to an error of pydantic, in plain words."""
+    param = ".".join(str(x) for x in error["loc"] if x not in ("body", "path", "query")) or None
+    known = {"missing": "is missing", "extra_forbidden": "is not a known field; remove it"}
+    message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    message = known.get(error["type"], message)
+    return APIError(400, f"{param}: {message}" if param else message, param)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value or []
+
+
+Word = Annotated[str, Field(min_length=1)]
+Stop = Annotated[list[Word], Field(max_length=MAX_STOP), BeforeValidator(_as_list)]
+"""Strings that end a text; a single one need not be in a list."""
 
 
 class Body(BaseModel):
@@ -40,12 +94,13 @@ class GenerationBody(Body):
     """What completions and chat completions have in common."""
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] = defaults.TEMPERATURE
-    top_p: Annotated[float, Field(gt=0, le=1)] = defaults.TOP_P
+    temperature: Annotated[float, Field(ge=0, le=100)] = TEMPERATURE
+    top_p: Annotated[float, Field(gt=0, le=1)] = TOP_P
     top_k: Annotated[int, Field(ge=1)] | None = None
     """Not part of the OpenAI API: sample from the k most likely tokens only."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    stop: Stop = None
+    stop: Stop = []
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -57,16 +112,6 @@ class GenerationBody(Body):
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] | None = None
 
-    @field_validator("stop")
-    @classmethod
-    def _check_stop(cls, stop: Stop) -> Stop:
-        words = [stop] if isinstance(stop, str) else stop or []
-        if len(words) > MAX_STOP:
-            raise ValueError(f"give at most {MAX_STOP} strings")
-        if any(not word for word in words):
-            raise ValueError("a stop string is empty; remove it")
-        return stop
-
     @model_validator(mode="after")
     def _check_unsupported(self) -> GenerationBody:
         for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
@@ -77,9 +122,9 @@ class GenerationBody(Body):
         return self
 
     @property
-    def stop_words(self) -> tuple[str, ...]:
-        """The stop strings as a tuple."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+    def n_new_tokens(self) -> int | None:
+        """The maximum number of tokens to generate, if it is given."""
+        return self.max_tokens
 
     @property
     def includes_usage(self) -> bool:
@@ -92,7 +137,6 @@ class CompletionBody(GenerationBody):
 
     prompt: Any = ""
     """A text, a list of texts, a list of token ids, or a list of such lists."""
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
     best_of: int | None = None
@@ -147,6 +191,10 @@ class ChatBody(GenerationBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is given, but logprobs is not true")
         return self
+
+    @property
+    def n_new_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
 
 
 class ContextBody(Body):

@@ -8,20 +8,18 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from fastapi import Request as HTTPRequest
 from fastapi.concurrency import run_in_threadpool
 
-from transformer_vq.data.segments import SEGMENT, divide
-from transformer_vq.data.tokenizers import Tokenizer
-from transformer_vq.generation import defaults
+from transformer_vq.data.tokenizers import SEGMENT, Tokenizer, divide
+from transformer_vq.generation import NEW_TOKENS
 from transformer_vq.generation.sampling import Sampling
 from transformer_vq.serve.contexts import ContextStore
 from transformer_vq.serve.engine import Engine
-from transformer_vq.serve.errors import APIError
 from transformer_vq.serve.requests import Event, Finished, Request, Start
-from transformer_vq.serve.schema import GenerationBody
+from transformer_vq.serve.schema import APIError, GenerationBody
 
 POLL_SECONDS = 0.5  # how often a waiting response checks that its client is still connected
 
@@ -68,18 +66,11 @@ class Service:
             message = f"the model {name!r:.80} does not exist; this server has {self.name!r}"
             raise APIError(404, message, "model", "model_not_found")
 
-    def new_tokens(self, given: int | None) -> int:
-        """Return the number of tokens to generate; raise APIError if it is too large."""
-        limit = self.limits.new_tokens
-        if given is not None and given > limit:
-            raise APIError(400, f"max_tokens: must be at most {limit:,}", "max_tokens")
-        return min(defaults.NEW_TOKENS, limit) if given is None else given
-
-    async def start(self, context: str | None) -> Start | None:
+    async def open_context(self, context: str | None) -> Start | None:
         """Return the stored context of an id; raise APIError if there is none."""
         return None if context is None else await run_in_threadpool(self.contexts.open, context)
 
-    async def encode(self, text: str, param: str, client: HTTPRequest | None = None) -> list[int]:
+    async def encode(self, text: str, param: str, client: HTTPRequest) -> list[int]:
         """Return the tokens of a text; long ones don't block other requests.
 
         Raises APIError for too many tokens, and if the client has disconnected meanwhile.
@@ -96,13 +87,27 @@ class Service:
             parts = await run_in_threadpool(divide, text, SEGMENT, cuts)
         try:
             for part in parts:
-                if client is not None and await client.is_disconnected():
-                    raise APIError(400, "the client disconnected")
+                await check_connected(client)
                 tokens += await run_in_threadpool(encode, part)
                 self.check_length(len(tokens), param)
         except UnicodeEncodeError:
             message = f"{param}: is not valid Unicode (a lone surrogate)"
             raise APIError(400, message, param) from None
+        return tokens
+
+    async def tokens_of(
+        self, text: str, tokens: list[int] | None, client: HTTPRequest, start: Start | None
+    ) -> list[int]:
+        """Return the tokens of a document that is given as a text, or as tokens to use as they are.
+
+        start: the context that it continues; without one, a text starts with bos.
+        """
+        if tokens is None:
+            bos = [] if start is not None else [self.tokenizer.bos]
+            tokens = bos + await self.encode(text, "text", client)
+        self.check_tokens(tokens, "text")
+        if not tokens:
+            raise APIError(400, "the text is empty; give text or tokens")
         return tokens
 
     def check_length(self, n_tokens: int, param: str) -> None:
@@ -119,22 +124,34 @@ class Service:
             message = f"{param}: token ids must be from 0 to {self.vocab_size - 1}"
             raise APIError(400, message, param)
 
-    def request(
-        self, body: GenerationBody, prompt: Sequence[int], max_tokens: int, **more: Any
-    ) -> Request:
-        """Return the engine's request for a prompt; `more` are its other fields."""
-        return Request(
-            prompt=prompt,
-            max_new_tokens=max_tokens,
-            sampling=Sampling(body.temperature, body.top_p, body.top_k),
-            stop=body.stop_words,
-            deadline=time.monotonic() + self.limits.seconds,
-            **more,
-        )
-
-    def seed(self, body: GenerationBody) -> int:
-        """Return the seed of a request; without one, results differ each time."""
-        return secrets.randbits(63) if body.seed is None else body.seed
+    def requests(
+        self,
+        body: GenerationBody,
+        prompt: Sequence[int],
+        start: Start | None,
+        n_logprobs: int | None = None,
+        scores_prompt: bool = False,
+    ) -> list[Request]:
+        """Return the engine's requests for the samples of a prompt; without a seed they vary."""
+        limit, wanted = self.limits.new_tokens, body.n_new_tokens
+        if wanted is not None and wanted > limit:
+            raise APIError(400, f"max_tokens: must be at most {limit:,}", "max_tokens")
+        seed = secrets.randbits(63) if body.seed is None else body.seed
+        return [
+            Request(
+                prompt=prompt,
+                max_new_tokens=min(NEW_TOKENS, limit) if wanted is None else wanted,
+                sampling=Sampling(body.temperature, body.top_p, body.top_k),
+                seed=seed,
+                sample=sample,
+                stop=tuple(body.stop),
+                n_logprobs=n_logprobs,
+                scores_prompt=scores_prompt,
+                start=start,
+                deadline=time.monotonic() + self.limits.seconds,
+            )
+            for sample in range(body.n)
+        ]
 
     @asynccontextmanager
     async def events(
@@ -142,7 +159,8 @@ class Service:
     ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
         """Submit requests; yield their events with the number of the request.
 
-        All are cancelled if the client disconnects or the context is left early.
+        Raises APIError if one of them fails or the client disconnects. All are cancelled when the
+        context is left.
         """
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -150,10 +168,7 @@ class Service:
         def notify(number: int, event: Event) -> None:  # on the engine's thread: never blocks
             loop.call_soon_threadsafe(events.put_nowait, (number, event))
 
-        pairs = [
-            (request, lambda event, number=number: notify(number, event))
-            for number, request in enumerate(requests)
-        ]
+        pairs = [(request, partial(notify, number)) for number, request in enumerate(requests)]
         generations = self.engine.submit_all(pairs)
         try:
             yield self._until_finished(events, len(requests), client)
@@ -170,15 +185,22 @@ class Service:
             with suppress(TimeoutError):
                 found = await asyncio.wait_for(events.get(), POLL_SECONDS)
             if found is not None:
-                n_left -= isinstance(found[1], Finished)
+                if isinstance(found[1], Finished):
+                    _check_finished(found[1])
+                    n_left -= 1
                 yield found
             if time.monotonic() - checked > POLL_SECONDS:
-                if await client.is_disconnected():
-                    return
+                await check_connected(client)
                 checked = time.monotonic()
 
 
-def check_finished(event: Finished) -> None:
+async def check_connected(client: HTTPRequest) -> None:
+    """Raise APIError, which nobody sees, if a client has disconnected."""
+    if await client.is_disconnected():
+        raise APIError(400, "the client disconnected")
+
+
+def _check_finished(event: Finished) -> None:
     """Raise APIError if a request did not end by itself."""
     if event.reason == "timeout":
         raise APIError(408, "the request took too long; ask for fewer tokens", code="timeout")

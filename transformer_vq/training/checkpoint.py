@@ -1,10 +1,11 @@
 """The files of a run folder: safetensors and JSON, complete or absent, verified, never pickled.
 
-RUN/config.json             the preset with its overrides
+RUN/config.json             the preset with its overrides; may be edited
+RUN/manifest.json           digests of config.json and of the tokenizer
 RUN/metrics.jsonl           one line per logged step and per validation
 RUN/history.jsonl           one line per start, resume, extension, finish and stop
-RUN/tokenizer.model         only for corpora with a learned vocabulary
-RUN/checkpoints/step-*/     model.safetensors, training.safetensors, training.json
+RUN/tokenizer.*             only for corpora with a vocabulary
+RUN/checkpoints/step-*/     model.safetensors, training.safetensors, training.json, manifest.json
 RUN/best/model.safetensors  the model with the lowest validation loss
 
 A checkpoint from which a run can be extended is pinned: it is never removed, and it also contains
@@ -13,43 +14,54 @@ best.safetensors, the best model at that step.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from transformer_vq.config import RunConfig
-from transformer_vq.config.run import FREE_FIELDS
-from transformer_vq.data.tokenizers import Tokenizer, load_tokenizer
+from transformer_vq.config import FREE_FIELDS, RunConfig
+from transformer_vq.data.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from transformer_vq.errors import UserError
 from transformer_vq.files import (
     CorruptFileError,
     atomic_folder,
     atomic_write,
-    file_digest,
+    changed_files,
+    check_manifest,
     lock_folder,
     read_json,
+    read_manifest,
     read_tensors,
-    read_verified_json,
     remove_partial_files,
+    write_json,
+    write_manifest,
     write_tensors,
-    write_verified_json,
 )
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import warn
 from transformer_vq.training.packaged import find_run
-from transformer_vq.training.run_list import read_config_values
+from transformer_vq.training.run_list import newest_metadata
 
 CONFIG, BEST = "config.json", "best"
+TOKENIZER_CONFIG = "tokenizer_config.json"  # of Hugging Face tokenizers
 MODEL, TENSORS, METADATA = "model.safetensors", "training.safetensors", "training.json"
 BEST_COPY = "best.safetensors"  # of pinned checkpoints
-FORMAT = 2  # version of run folders; increment when older ones can no longer be read
+FORMAT = 3  # version of run folders; increment when older ones can no longer be read
+
+# Fields of a model config that affect its training, but not the function it computes.
+TRAINING_FIELDS = frozenset(
+    {
+        *("p_dropsin", "p_dropres", "p_droplyr", "commit_coef", "grad_through_cache"),
+        *("ema_decay", "codebook_init", "revive_below"),
+    }
+)
 
 
 class CheckpointError(UserError):
@@ -71,46 +83,132 @@ class Checkpoint:
     @property
     def config(self) -> RunConfig:
         """The config of the run when the checkpoint was written."""
-        return RunConfig.from_stored(self.metadata["config"])
+        return RunConfig.from_dict(self.metadata["config"])
 
 
-def write_config(run: Path, config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Write config.json: the config of a run and the checksum of its tokenizer."""
-    about = {"format": FORMAT, "tokenizer_sha256": getattr(tokenizer, "sha256", None)}
-    write_verified_json(run / CONFIG, config.to_dict() | about)
+@dataclass(frozen=True)
+class Progress:
+    """The progress of a run, as stored in its checkpoints."""
+
+    step: int = 0
+    """Number of completed steps."""
+    validated_at: int = 0
+    """Step of the last validation; 0 before the first one."""
+    logged_at: int = 0
+    """Step of the last training row in metrics.jsonl; 0 before the first one."""
+    best_loss: float = math.inf
+    """Lowest validation loss, in nats per token."""
+    best_bits_per_byte: float = math.inf
+    """The same loss in bits per byte; infinite if the checkpoint does not contain it."""
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> Progress:
+        """Return the progress of a run at a checkpoint."""
+        metadata = checkpoint.metadata
+        best_loss, best_bits = metadata["best_loss"], metadata.get("best_bits_per_byte")
+        return cls(
+            checkpoint.step,
+            metadata["validated_at"],
+            metadata.get("logged_at", 0),
+            math.inf if best_loss is None else best_loss,
+            math.inf if best_bits is None else best_bits,
+        )
+
+    def is_finished(self, config: RunConfig) -> bool:
+        """Return whether all steps of a run and its last validation are done."""
+        return self.step == self.validated_at == config.train.steps
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """The result of `train` or `resume`."""
+
+    run: Path
+    """The run folder."""
+    step: int
+    """Number of completed steps."""
+    finished: bool
+    """Whether all steps and the last validation are done."""
+    stopped_by: int | None
+    """Number of the signal that stopped the run, on any rank; None if it finished."""
+    best_loss: float
+    """Lowest validation loss since the start of the run, in nats per token."""
+    best_bits_per_byte: float = math.inf
+    """The same loss in bits per byte; infinite before the first validation."""
+
+
+def write_config(run: Path, config: RunConfig, tokenizer: Tokenizer | None = None) -> None:
+    """Write config.json and the manifest of a run. tokenizer: None if it is already in the run."""
+    if tokenizer is not None:
+        tokenizer.save(run)
+    write_json(run / CONFIG, config.to_dict() | {"format": FORMAT})
+    names = (CONFIG, *TOKENIZER_FILES, TOKENIZER_CONFIG)
+    write_manifest(run, [name for name in names if (run / name).is_file()])
 
 
 def read_config(run: Path) -> RunConfig:
-    """Return the config of a run; raises CheckpointError if the folder is not a run folder."""
-    values = _read_config(run)
-    del values["format"], values["tokenizer_sha256"]
-    return RunConfig.from_stored(values)
+    """Return the config of a run; raises CheckpointError if the folder is not a run folder.
 
-
-def read_tokenizer(run: Path) -> Tokenizer:
-    """Return the tokenizer of a run; raises an error if its checksum does not match."""
-    ends_documents = read_config(run).data.ends_documents
-    return load_tokenizer(run, _read_config(run)["tokenizer_sha256"], ends_documents)
-
-
-def _read_config(run: Path) -> dict[str, Any]:
+    config.json may have been edited; see `original_config`.
+    """
     path = run / CONFIG
     if not path.is_file():
         raise CheckpointError(f"{run} is not a run folder (no {CONFIG})")
-    values = read_json(path)
-    if isinstance(values, dict) and "model" in values and values.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{run} was written by another version of transformer_vq (format "
-            f"{values.get('format', 1)!r:.20}, this version reads {FORMAT}); train it again"
-        )
+    fix = f"undo the edit or restore {CONFIG} from a copy"
     try:
-        return read_config_values(run)
+        values = read_json(path)
+        if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
+            raise CorruptFileError(f"{path} is not the config of a run")
+        if values.get("format") != FORMAT:
+            fix = "train it again"
+            raise CorruptFileError(
+                f"{run} was written by another version of transformer_vq (format "
+                f"{values.get('format', 1)!r:.20}, this version reads {FORMAT})"
+            )
+        del values["format"]
+        return RunConfig.from_dict(values)
     except CorruptFileError as error:
-        raise CheckpointError(
-            f"{error}; restore it from a copy, or start a new run (`tvq train`)"
-        ) from error
+        raise CheckpointError(f"{error}; {fix}") from error
     except UserError as error:
+        raise CheckpointError(f"{path}: {error}; {fix}") from error
+
+
+def original_config(run: Path, config: RunConfig) -> RunConfig:
+    """Return the config that a run had before config.json was edited, and warn about the edit.
+
+    config: the content of config.json. The original is the copy in the newest checkpoint; without
+    a checkpoint it is unknown, and `config` is returned.
+    """
+    with suppress(CorruptFileError):  # without a manifest, every difference counts as an edit
+        if not changed_files(run, [CONFIG]):
+            return config
+    try:
+        original = RunConfig.from_dict(newest_metadata(run)["config"])
+    except (UserError, LookupError, TypeError):
+        warn(f"{run / CONFIG} was edited")
+        return config
+    if changed := original.differences(config):
+        named = ", ".join(f"{name} ({old} -> {new})" for name, (old, new) in changed.items())
+        warn(f"{run / CONFIG} was edited: {named}")
+    return original
+
+
+def read_tokenizer(run: Path, config: RunConfig | None = None) -> Tokenizer:
+    """Return the tokenizer of a run; raises CheckpointError if it has changed.
+
+    config: of the run, if it has been read already.
+    """
+    config = read_config(run) if config is None else config
+    try:
+        names = [name for name in read_manifest(run) if name != CONFIG]
+    except CorruptFileError as error:
+        warn(f"{error}; the tokenizer of {run} is not verified")
+        names = []
+    try:
+        check_manifest(run, "restore it from a copy", names)
+    except CorruptFileError as error:
         raise CheckpointError(str(error)) from error
+    return load_tokenizer(run, None, config.data.ends_documents)
 
 
 @contextmanager
@@ -149,15 +247,13 @@ def save_checkpoint(
     """
     folder, best = checkpoint_folder(run, checkpoint.step), run / BEST / MODEL
     with atomic_folder(folder) as partial:
-        digests = {
-            MODEL: checkpoint.model.save(partial / MODEL),
-            TENSORS: write_tensors(partial / TENSORS, checkpoint.tensors),
-        }
+        checkpoint.model.save(partial / MODEL)
+        write_tensors(partial / TENSORS, checkpoint.tensors)
         if checkpoint.step == pinned and best.is_file():
             shutil.copyfile(best, partial / BEST_COPY)
-            digests[BEST_COPY] = file_digest(partial / BEST_COPY)
-        about = {"format": FORMAT, "step": checkpoint.step, "digests": digests}
-        write_verified_json(partial / METADATA, checkpoint.metadata | about)
+        about = {"format": FORMAT, "step": checkpoint.step}
+        write_json(partial / METADATA, checkpoint.metadata | about)
+        write_manifest(partial)
         # A corrupt checkpoint of the same step, for example after resuming from an older one.
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder)
@@ -173,16 +269,14 @@ def load_checkpoint(run: Path, step: int) -> Checkpoint:
     """Return the checkpoint of a step; raises CheckpointError if it is missing or corrupt."""
     folder = checkpoint_folder(run, step)
     try:
-        metadata = read_verified_json(folder / METADATA)
-        if metadata.get("format") != FORMAT:
+        check_manifest(folder)
+        metadata = read_json(folder / METADATA)
+        if metadata["format"] != FORMAT:
             raise CheckpointError(f"{folder} was written by another version of transformer_vq")
         if metadata["step"] != step:
             raise CheckpointError(f"{folder} holds step {metadata['step']}; was it renamed?")
-        model = TransformerVQ.load(folder / MODEL, digest=metadata["digests"][MODEL])
-        tensors, _ = read_tensors(folder / TENSORS, metadata["digests"][TENSORS])
-        best = metadata["digests"].get(BEST_COPY)
-        if best is not None and file_digest(folder / BEST_COPY) != best:
-            raise CheckpointError(f"{folder / BEST_COPY} is corrupt: its checksum does not match")
+        model = TransformerVQ.load(folder / MODEL)
+        tensors, _ = read_tensors(folder / TENSORS)
     except CorruptFileError as error:
         raise CheckpointError(str(error)) from error
     return Checkpoint(step, model, tensors, metadata)
@@ -215,10 +309,10 @@ def restore_best(run: Path, checkpoint: Checkpoint | None) -> None:
     best = run / BEST / MODEL
     if checkpoint is None or checkpoint.metadata["best_loss"] is None:
         best.unlink(missing_ok=True)
-    elif BEST_COPY in checkpoint.metadata["digests"]:
+    elif (copy := checkpoint_folder(run, checkpoint.step) / BEST_COPY).is_file():
         best.parent.mkdir(exist_ok=True)
         with atomic_write(best) as partial:
-            shutil.copyfile(checkpoint_folder(run, checkpoint.step) / BEST_COPY, partial)
+            shutil.copyfile(copy, partial)
 
 
 def remove_checkpoints_after(run: Path, step: int) -> None:
@@ -228,49 +322,64 @@ def remove_checkpoints_after(run: Path, step: int) -> None:
             shutil.rmtree(checkpoint_folder(run, later))
 
 
-def load_model(run: Path, which: str = "best") -> tuple[TransformerVQ, str]:
+def load_model(
+    run: Path, which: str = "best", config: RunConfig | None = None
+) -> tuple[TransformerVQ, str]:
     """Return a model of a run and its description ("best" or "step N").
 
     which: "best", "last" or the number of a step. "best" selects the last checkpoint if the run has
     not been validated yet. run: may also be a model file, which is described by its name.
+    config: of the run, if it has been read already.
     """
     if run.is_file():
         return TransformerVQ.load(run), run.name
-    config = read_config(run)
+    config = read_config(run) if config is None else config
+    original = original_config(run, config)
     best = run / BEST / MODEL
     if which == "best" and best.is_file():
         try:
             model = TransformerVQ.load(best)
         except CorruptFileError as error:
             raise CheckpointError(f"{error}; use --checkpoint last") from error
-        if model.config != config.model:
-            raise CheckpointError(f"{best} is not a model of this run; use --checkpoint last")
+        _check_fits(run, config, model, best)
         return model.float(), "best"  # packaged models are stored in bf16
-    if which in ("best", "last"):
-        newest = newest_checkpoint(run)
-        if newest is None:
-            raise CheckpointError(f"{run} has no checkpoint yet; continue with `tvq resume {run}`")
-        if which == "best" and newest.metadata["best_loss"] is not None:
-            raise CheckpointError(f"{best} is missing; use --checkpoint last")
-        _check_owner(run, config, newest)
-        return newest.model, f"step {newest.step}"
     steps = checkpoint_steps(run)
-    if not which.isdecimal() or int(which) not in steps:
+    if which in ("best", "last"):
+        checkpoint = newest_checkpoint(run)
+        if checkpoint is None:
+            raise CheckpointError(f"{run} has no checkpoint yet; continue with `tvq resume {run}`")
+        if which == "best" and checkpoint.metadata["best_loss"] is not None:
+            raise CheckpointError(f"{best} is missing; use --checkpoint last")
+    elif which.isdecimal() and int(which) in steps:
+        try:
+            checkpoint = load_checkpoint(run, int(which))
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; choose another checkpoint of {steps}") from error
+    else:
         raise CheckpointError(
             f"{run} has no checkpoint {which!r}; choose best, last or one of {steps}"
         )
-    checkpoint = load_checkpoint(run, int(which))
-    _check_owner(run, config, checkpoint)
-    return checkpoint.model, f"step {which}"
-
-
-def _check_owner(run: Path, config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Raise CheckpointError if a checkpoint was copied from another run."""
-    changed = checkpoint.config.differences(config).keys()
-    if other := sorted(changed - FREE_FIELDS):
+    folder = checkpoint_folder(run, checkpoint.step)
+    if other := sorted(checkpoint.config.differences(original).keys() - FREE_FIELDS):
         raise CheckpointError(
-            f"{checkpoint_folder(run, checkpoint.step)} is a checkpoint of another run: "
-            f"{', '.join(other)} differ; delete it"
+            f"{folder} is a checkpoint of another run: {', '.join(other)} differ; delete it"
+        )
+    _check_fits(run, config, checkpoint.model, folder)
+    return checkpoint.model, f"step {checkpoint.step}"
+
+
+def _check_fits(run: Path, config: RunConfig, model: TransformerVQ, path: Path) -> None:
+    """Raise CheckpointError if config.json describes another function than a saved model."""
+    own, wanted = asdict(model.config), asdict(config.model)
+    named = [
+        f"model.{name} is {own[name]}, in the config {wanted[name]}"
+        for name in wanted
+        if name not in TRAINING_FIELDS and own[name] != wanted[name]
+    ]
+    if named:
+        raise CheckpointError(
+            f"{path} does not fit {run / CONFIG}: {', '.join(named)}; undo the edit of the config, "
+            "or restore the model"
         )
 
 
@@ -296,5 +405,11 @@ def load_run(
     """
     run = find_run(path)
     config = read_config(run)
-    model, _ = load_model(run, checkpoint)
-    return LoadedRun(model.to(device).eval(), read_tokenizer(run), config)
+    model, _ = load_model(run, checkpoint, config)
+    tokenizer = read_tokenizer(run, config)
+    if tokenizer.vocab_size != model.config.vocab_size:
+        raise CheckpointError(
+            f"{run}: the model has {model.config.vocab_size} tokens, the tokenizer "
+            f"{tokenizer.vocab_size}; check that {' or '.join(TOKENIZER_FILES)} is not missing"
+        )
+    return LoadedRun(model.to(device).eval(), tokenizer, config)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from transformer_vq.config import DataConfig
-from transformer_vq.data.corpus import prepare
-from transformer_vq.data.sources.base import SPLITS
+from transformer_vq.data.paths import SPLITS
+from transformer_vq.data.prepare import prepare
 from transformer_vq.data.tokenizers import TOKENIZER_FILES
 from transformer_vq.errors import UserError
 from transformer_vq.evaluation import Evaluation, Protocol, check_sizes, score
@@ -133,7 +133,6 @@ def _data_for(run: Path, own: DataConfig, other: DataConfig | None, split: str) 
             data,
             validation_path=_unless_equal(data.validation_path, own.validation_path),
             test_path=_unless_equal(data.test_path, own.test_path),
-            weights=(),
         )
     data = replace(data, end_of_document=own.end_of_document)
     return data if split != "all" else _without_splits(data)
@@ -158,5 +157,4 @@ def _without_splits(data: DataConfig) -> DataConfig:
         test_path=(),
         validation_share=0.0,
         test_share=0.0,
-        weights=(),
     )

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from transformer_vq.config import RunConfig
-from transformer_vq.config.run import FREE_FIELDS
+from transformer_vq.config import FREE_FIELDS, RunConfig
 from transformer_vq.progress import info
 from transformer_vq.training.checkpoint import (
     Checkpoint,

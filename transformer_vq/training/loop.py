@@ -24,16 +24,16 @@ from transformer_vq.training.checkpoint import (
     BEST,
     MODEL,
     Checkpoint,
+    Progress,
+    TrainingResult,
     checkpoint_steps,
     save_checkpoint,
 )
 from transformer_vq.training.metrics import MetricsLog, metrics_log
 from transformer_vq.training.mfu import Utilization
 from transformer_vq.training.optim import decay_start
-from transformer_vq.training.result import Progress, TrainingResult
 from transformer_vq.training.signals import StopRequest
-from transformer_vq.training.step import StepResult, Trainer
-from transformer_vq.training.unread import NotFiniteStepError
+from transformer_vq.training.step import NotFiniteStepError, StepResult, Trainer
 from transformer_vq.transfer import HostCopy
 
 

@@ -6,6 +6,7 @@ Rows of metrics.jsonl have a `kind` ("train" or "validation"), a `step` and a CR
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,12 +21,19 @@ NAME = "metrics.jsonl"
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return all valid rows of metrics.jsonl, without their checksums.
+    """Return all valid rows of metrics.jsonl.
 
     Warns about corrupt lines. An unfinished last line is skipped silently, because any crash can
     cause one. Returns an empty list if the file does not exist.
     """
-    return read_rows(run / NAME)
+    return read_rows(run / NAME, kind=str, step=int)
+
+
+def finite(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+    """Return the rows that have a finite number for a key."""
+    return [
+        row for row in rows if isinstance(row.get(key), (int, float)) and math.isfinite(row[key])
+    ]
 
 
 def rewind(run: Path, step: int, logged_at: int, validated_at: int) -> None:

@@ -4,19 +4,34 @@
 
 A run folder of the same name takes precedence. Packaged models have weights in bf16 and no
 checkpoints; they can be evaluated, sampled, exported and fine-tuned, but not resumed.
+
+    python -m transformer_vq.training.packaged RUN NAME
+
+turns a run into transformer_vq/models/NAME: the best model in bf16, the config without local paths,
+the tokenizer and a thinned metrics.jsonl. Two files are written by hand: README.md, and about.json
+with the data and the license for the card of an export.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from transformer_vq.errors import UserError
+
+if TYPE_CHECKING:
+    from transformer_vq.config import RunConfig
 
 MODELS = Path(__file__).parents[1] / "models"
 ABOUT = "about.json"
 """The data and the license of a packaged model, which its config does not tell."""
 _CONFIG = "config.json"
+_POINTS = 200  # training rows that are kept in a packaged model
 
 
 def packaged_models() -> list[str]:
@@ -47,3 +62,57 @@ def check_not_packaged(run: Path, name: str) -> None:
             f"{name} is a model in the package, which is not changed; fine-tune it with `tvq train "
             f"{name} --train.init-from {name} --data.path YOUR-TEXTS --out RUN`"
         )
+
+
+def package_run(run: Path, folder: Path) -> None:
+    """Write the best model of a run to the folder of a packaged model."""
+    import torch
+
+    from transformer_vq.files import write_tensors
+    from transformer_vq.training.checkpoint import (
+        BEST,
+        MODEL,
+        load_model,
+        read_config,
+        read_tokenizer,
+        write_config,
+    )
+    from transformer_vq.training.metrics import NAME as METRICS
+    from transformer_vq.training.metrics import read_metrics
+    from transformer_vq.training.rows import write_rows
+
+    model, _ = load_model(run)
+    tokenizer = read_tokenizer(run)
+    (folder / BEST).mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: x.to(torch.bfloat16) if x.is_floating_point() else x
+        for name, x in model.state_dict().items()
+    }
+    write_tensors(folder / BEST / MODEL, tensors, {"config": json.dumps(asdict(model.config))})
+    write_config(folder, _without_data(read_config(run)), tokenizer)
+    rows = read_metrics(run)
+    train = [row for row in rows if row["kind"] == "train"]
+    kept = {row["step"] for row in train[:: -max(1, len(train) // _POINTS)]}
+    write_rows(
+        folder / METRICS, [row for row in rows if row["kind"] != "train" or row["step"] in kept]
+    )
+
+
+def _without_data(config: RunConfig) -> RunConfig:
+    """Return the config without the paths of its data, which users do not have."""
+    data = replace(config.data, path=(), validation_path=(), test_path=(), cache=None)
+    return replace(config, data=data)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Package the run that the command line names."""
+    if len(arguments) != 2:
+        sys.exit("usage: python -m transformer_vq.training.packaged RUN NAME")
+    folder = MODELS / arguments[1]
+    package_run(Path(arguments[0]), folder)
+    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"{folder}: {total:,} bytes")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

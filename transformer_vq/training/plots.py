@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from transformer_vq.errors import UserError
-from transformer_vq.files import CorruptFileError, read_verified_json
+from transformer_vq.files import CorruptFileError, read_object
 from transformer_vq.progress import short
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.plot_style import COLORS, MUTED, label_end, new_figure, note, thousands
@@ -44,10 +44,14 @@ def plot_run(run: str | os.PathLike[str], out: str | os.PathLike[str] | None = N
     written = [curves]
     for path in sorted(run.glob("evaluation-*.json")):
         try:
-            evaluation = read_verified_json(path)
+            evaluation = read_object(path)
+            plot_positions(evaluation, path.with_suffix(".png"))
         except CorruptFileError as error:
             raise UserError(f"{error}; write it again with `tvq eval {run}`") from error
-        plot_positions(evaluation, path.with_suffix(".png"))
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"{path} is not an evaluation; write it again with `tvq eval {run}`"
+            ) from error
         written.append(path.with_suffix(".png"))
     return written
 

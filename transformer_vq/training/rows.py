@@ -1,30 +1,27 @@
-"""Files of JSON lines with a CRC-32 in each row, so that corrupt lines are detected."""
+"""Files of JSON lines: read what is valid, write atomically."""
 
 from __future__ import annotations
 
 import json
-import zlib
 from pathlib import Path
 from typing import Any
 
 from transformer_vq.files import write_text
 from transformer_vq.progress import warn
 
-CHECKSUM = "crc32"
-
 Row = dict[str, Any]
 
 
-def read_rows(path: Path) -> list[Row]:
-    """Return all valid rows of a file, without their checksums.
+def read_rows(path: Path, **types: type) -> list[Row]:
+    """Return all valid rows of a file; an empty list if the file does not exist.
 
-    Warns about corrupt lines. An unfinished last line is skipped silently, because any crash can
-    cause one. Returns an empty list if the file does not exist.
+    types: of the values that a valid row has. Warns about corrupt lines. An unfinished last line is
+    skipped silently, because any crash can cause one.
     """
     if not path.is_file():
         return []
     *lines, _ = path.read_bytes().split(b"\n")
-    rows = [_parse(line) for line in lines]
+    rows = [_parse(line, types) for line in lines]
     if corrupt := [number for number, row in enumerate(rows, start=1) if row is None]:
         warn(
             f"{path}: skipped {len(corrupt)} of {len(rows)} lines, which are corrupt (the first is "
@@ -39,21 +36,14 @@ def write_rows(path: Path, rows: list[Row]) -> None:
 
 
 def line(row: Row) -> str:
-    """Return a row as a line of JSON with a checksum."""
-    return json.dumps(row | {CHECKSUM: _checksum(row)}) + "\n"
+    """Return a row as a line of JSON."""
+    return json.dumps(row) + "\n"
 
 
-def _parse(text: bytes) -> Row | None:
-    """Return the row of a line without its checksum; None if the line is corrupt."""
+def _parse(text: bytes, types: dict[str, type]) -> Row | None:
     try:
         row = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(row, dict):
-        return None
-    checksum = row.pop(CHECKSUM, None)
-    return row if checksum == _checksum(row) else None
-
-
-def _checksum(row: Row) -> str:
-    return f"{zlib.crc32(json.dumps(row, sort_keys=True).encode()):08x}"
+    is_valid = isinstance(row, dict) and all(type(row.get(k)) is t for k, t in types.items())
+    return row if is_valid else None

@@ -1,22 +1,31 @@
-"""Start and resume training runs: `train` and `resume`."""
+"""Start and resume training runs: `train` and `resume`.
+
+RUN/history.jsonl has one row per start, resume, extension, finish or stop. Resuming never removes
+rows, so the history also shows which steps were trained again.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import shlex
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
-from transformer_vq.config import RunConfig
-from transformer_vq.config.data import LEARNED
-from transformer_vq.config.run import NEUTRAL_FIELDS
+from transformer_vq.config import LEARNED, NEUTRAL_FIELDS, RunConfig
 from transformer_vq.data.batches import TrainingBatches
-from transformer_vq.data.corpus import Corpus, prepare
-from transformer_vq.data.sources.paths import expand_user
-from transformer_vq.data.sources.stdin import store_stdin
+from transformer_vq.data.corpus import Corpus
+from transformer_vq.data.paths import expand_user
+from transformer_vq.data.prepare import prepare
+from transformer_vq.data.text import store_stdin
+from transformer_vq.device import total_memory
+from transformer_vq.errors import UserError
 from transformer_vq.parallel.strategy import check_mesh
 from transformer_vq.parallel.world import World, join_world
 from transformer_vq.progress import Reporter, reporting, warn
@@ -24,8 +33,11 @@ from transformer_vq.training.checkpoint import (
     BEST,
     CONFIG,
     CheckpointError,
+    Progress,
+    TrainingResult,
     load_checkpoint,
     locked,
+    original_config,
     read_config,
     read_tokenizer,
     remove_checkpoints_after,
@@ -37,22 +49,25 @@ from transformer_vq.training.extension import (
     find_checkpoint,
     report_changes,
 )
-from transformer_vq.training.history import NAME as HISTORY
-from transformer_vq.training.history import Event, record
-from transformer_vq.training.initial import (
+from transformer_vq.training.loading import (
     check_same_architecture,
     check_vocabulary,
     initial_model,
     with_initial_tokenizer,
 )
 from transformer_vq.training.loop import TrainingLoop
-from transformer_vq.training.memory import check_memory, choose_accumulation, memory_per_process
 from transformer_vq.training.metrics import NAME as METRICS
 from transformer_vq.training.metrics import check_loggers, rewind
 from transformer_vq.training.packaged import find_run, is_packaged
-from transformer_vq.training.result import Progress, TrainingResult
+from transformer_vq.training.rows import read_rows, write_rows
 from transformer_vq.training.run_list import CHECKPOINTS
+from transformer_vq.training.sizes import memory_hint, sizes
 from transformer_vq.training.step import Trainer
+
+HISTORY = "history.jsonl"
+USABLE_MEMORY = 0.7  # fraction of a device's memory that `choose_accumulation` plans with
+
+Event = Literal["start", "resume", "extend", "finish", "stop"]
 
 
 def train(
@@ -77,7 +92,7 @@ def train(
         is_restart = world.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0)
         if is_restart and _is_run_folder(run, world):
             stored = read_config(run)
-            return _resume(run, stored, stored, world)
+            return _resume(run, stored, stored, stored, world)
         _check_is_new(run, world)
         config = _with_absolute_paths(_with_stored_stdin(config))
         check_mesh(config, world.mesh)
@@ -99,9 +114,7 @@ def train(
         with _locked_by_rank_zero(run, world):
             _check_is_new(run, world)  # another process may have started a run in the meantime
             if world.is_rank_zero:
-                tokenizer = corpus.tokenizer()
-                tokenizer.save(run)
-                write_config(run, config, tokenizer)
+                write_config(run, config, corpus.tokenizer())
             record(run, "start", 0, world)
             return _run_loop(TrainingLoop(run, config, corpus, batches, trainer))
 
@@ -133,11 +146,13 @@ def resume(
     `train` does.
     """
     run = Path(run)
-    stored = read_config(run)
-    config = stored if config is None else config
-    check_same_run(stored, config, run)
-    with reporting(reporter), join_world(config.parallel, config.train.device) as world:
-        return _resume(run, stored, config, world, allow_schedule_change)
+    with reporting(reporter):
+        current = read_config(run)
+        stored = original_config(run, current)
+        config = current if config is None else config
+        check_same_run(stored, config, run)
+        with join_world(config.parallel, config.train.device) as world:
+            return _resume(run, current, stored, config, world, allow_schedule_change)
 
 
 def train_or_resume(config: RunConfig, run: Path) -> TrainingResult:
@@ -153,25 +168,33 @@ def train_or_resume(config: RunConfig, run: Path) -> TrainingResult:
 
 def _resume(
     run: Path,
+    current: RunConfig,
     stored: RunConfig,
     config: RunConfig,
     world: World,
     allow_schedule_change: bool = False,
 ) -> TrainingResult:
-    """Resume a run with the config `config`; `stored` is its config so far."""
+    """Resume a run with the config `config`; `stored` is its config so far.
+
+    current: the content of config.json, which differs from `stored` if it was edited.
+    """
     check_mesh(config, world.mesh)
     check_loggers(config)
     config = choose_accumulation(config, memory_per_process(world), world)
     corpus = _prepare_corpus(config, world)
     batches = training_batches(config, corpus)
     with _locked_by_rank_zero(run, world):
-        if world.is_rank_zero and read_config(run) != stored:
+        if world.is_rank_zero and read_config(run) != current:
             raise CheckpointError(f"{run} was changed by another process; resume it again")
-        tokenizer = read_tokenizer(run)
-        if tokenizer.sha256 != corpus.tokenizer().sha256:
+        if read_tokenizer(run, current).sha256 != corpus.tokenizer().sha256:
             raise CheckpointError(
                 f"the tokenizer of the data is not that of {run}; restore the file that was used "
                 "when it was started, or start a new run"
+            )
+        if corpus.vocab_size != config.model.vocab_size:
+            raise CheckpointError(
+                f"{run / CONFIG}: model.vocab_size is {config.model.vocab_size}, but the data have "
+                f"{corpus.vocab_size} tokens; undo the edit"
             )
         checkpoint, done = None, 0
         if world.is_rank_zero:
@@ -206,7 +229,7 @@ def _resume(
                 remove_checkpoints_after(run, step)
             restore_best(run, checkpoint)
             rewind(run, progress.step, progress.logged_at, progress.validated_at)
-            write_config(run, config, tokenizer)
+            write_config(run, config)
         return _run_loop(TrainingLoop(run, config, corpus, batches, trainer, progress))
 
 
@@ -266,7 +289,6 @@ def training_batches(config: RunConfig, corpus: Corpus) -> TrainingBatches:
         train.seq_len,
         train.backprop_len,
         train.seed,
-        config.data.weights,
     )
 
 
@@ -304,3 +326,94 @@ def _with_absolute_paths(config: RunConfig) -> RunConfig:
     if init_from is not None and not is_packaged(find_run(init_from)):
         init_from = absolute(init_from)
     return replace(config, data=data, train=replace(config.train, init_from=init_from))
+
+
+def choose_accumulation(config: RunConfig, memory: int, world: World | None = None) -> RunConfig:
+    """Return the config with the fewest micro-batches that fit into `memory` bytes.
+
+    A config with a fixed `train.accumulate` (not 0) is returned unchanged. world: the processes
+    that share a batch; a single process by default.
+    """
+    if config.train.accumulate:
+        return config
+    world = World() if world is None else world
+    n_rows = config.train.batch_size // world.mesh.n_rows
+    for accumulate in (n for n in range(1, n_rows + 1) if n_rows % n == 0):
+        chosen = replace(config, train=replace(config.train, accumulate=accumulate))
+        needed = sizes(replace(chosen, parallel=world.mesh)).train_bytes
+        if world.smallest(needed <= USABLE_MEMORY * memory):
+            break
+    else:
+        warn(f"one sequence at a time may not fit in memory; {memory_hint(chosen)}")
+    return chosen
+
+
+def check_memory(config: RunConfig, world: World) -> None:
+    """Raise UserError if not even the weights, gradients and optimizer fit into memory."""
+    needed = sizes(replace(config, parallel=world.mesh))
+    total = total_memory(world.device)
+    if needed.fixed_bytes > total:
+        raise UserError(
+            "out of memory: weights, gradients and optimizer take "
+            f"{needed.fixed_bytes / 1e9:,.1f} GB, this device has {total / 1e9:,.1f} GB; "
+            f"{memory_hint(config)}"
+        )
+
+
+def memory_per_process(world: World) -> int:
+    """Return the bytes of memory for this process; CPU processes of a machine share its memory."""
+    n = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world.device.type == "cpu" else 1
+    return total_memory(world.device) // n
+
+
+def read_history(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Return the events of a run, oldest first; an empty list if none are recorded.
+
+    Each row has `time` (ISO 8601, UTC), `event` ("start", "resume", "extend", "finish" or "stop"),
+    `step` (completed steps), `changed` (config fields with the old and the new value), `version`,
+    `torch`, `device`, `processes` and `command` (None if Python code started the run).
+    """
+    return read_rows(Path(run) / HISTORY, event=str, step=int)
+
+
+def record(
+    run: Path,
+    event: Event,
+    step: int,
+    world: World,
+    changed: Mapping[str, tuple[Any, Any]] | None = None,
+) -> None:
+    """Append an event to the history; does nothing on other ranks than 0.
+
+    The file is replaced as a whole, so a crash cannot leave an unfinished line. If it cannot be
+    written, warn; training continues.
+    """
+    if not world.is_rank_zero:
+        return
+    from transformer_vq import __version__
+
+    row = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "event": event,
+        "step": step,
+        "changed": {name: list(values) for name, values in (changed or {}).items()},
+        "version": __version__,
+        "torch": str(torch.__version__),
+        "device": str(world.device),
+        "processes": world.mesh.n_processes,
+        "command": _command(),
+    }
+    try:
+        write_rows(run / HISTORY, [*read_history(run), row])
+    except OSError as error:
+        warn(f"cannot write {run / HISTORY}: {error}")
+
+
+def _command() -> str | None:
+    """Return the command line if the command `tvq` is running, else None."""
+    program = Path(sys.argv[0])
+    if program.name == "tvq":
+        return shlex.join(["tvq", *sys.argv[1:]])
+    if program.parts[-2:] == ("transformer_vq", "__main__.py"):
+        return shlex.join(["python", "-m", "transformer_vq", *sys.argv[1:]])
+    return None

@@ -16,9 +16,8 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from transformer_vq.config import RunConfig
-from transformer_vq.config.run import FREE_FIELDS
 from transformer_vq.errors import UserError
-from transformer_vq.files import CorruptFileError, read_json, read_verified_json
+from transformer_vq.files import read_object
 
 Status = Literal["finished", "stopped", "running", "no checkpoint", "corrupt"]
 
@@ -77,7 +76,7 @@ def summarize(run: Path) -> RunSummary:
     n_bytes, changed = _disk_use(run)
     try:
         config = read_run_config(run)
-        checkpoint = _newest_metadata(run)
+        checkpoint = newest_metadata(run)
         metrics = read_run_metrics(run)
     except (UserError, OSError):
         return RunSummary(run, "corrupt", bytes=n_bytes, changed=changed)
@@ -99,40 +98,9 @@ def summarize(run: Path) -> RunSummary:
 
 def read_run_config(run: Path) -> RunConfig:
     """Return the config of a run, written by any version whose settings are still the same."""
-    return _run_config(read_config_values(run))
-
-
-def _run_config(values: dict[str, Any]) -> RunConfig:
+    values = read_object(run / CONFIG)
     sections = {field.name for field in fields(RunConfig)}
-    return RunConfig.from_stored({name: x for name, x in values.items() if name in sections})
-
-
-def read_config_values(run: Path) -> dict[str, Any]:
-    """Return the content of config.json; raise UserError if it was edited or is corrupt.
-
-    The message names the edited fields, as far as a checkpoint shows what they were.
-    """
-    path = run / CONFIG
-    try:
-        return read_verified_json(path)
-    except CorruptFileError as error:
-        try:
-            recorded = _run_config(_newest_metadata(run)["config"])
-            values = read_json(path)
-        except (UserError, LookupError, AttributeError):
-            raise error from None
-        try:
-            changed = recorded.differences(_run_config(values))
-        except (UserError, AttributeError) as invalid:
-            raise UserError(f"{path} was edited: {invalid}; undo the edit") from None
-        if not changed:
-            raise
-        named = ", ".join(f"{name} ({old} -> {new})" for name, (old, new) in changed.items())
-        advice = "; such changes need a new run (`tvq train`)"
-        if changed.keys() <= FREE_FIELDS:
-            names = " ".join(f"--{name.replace('_', '-')} ..." for name in changed)
-            advice = f", and use `tvq resume {run} {names}` to change the run"
-        raise UserError(f"{path} was edited: {named}; undo the edit{advice}") from None
+    return RunConfig.from_dict({name: x for name, x in values.items() if name in sections})
 
 
 def model_step(run: Path, checkpoint: str) -> int | None:
@@ -185,7 +153,7 @@ def is_running(run: Path) -> bool:
     return False
 
 
-def _newest_metadata(run: Path) -> dict[str, Any]:
+def newest_metadata(run: Path) -> dict[str, Any]:
     """Return the metadata of the newest valid checkpoint, empty if there is no checkpoint.
 
     Raises UserError if there are checkpoints, but all are corrupt.
@@ -193,7 +161,7 @@ def _newest_metadata(run: Path) -> dict[str, Any]:
     folders = sorted((run / CHECKPOINTS).glob("step-*"), reverse=True)
     for number, folder in enumerate(folders):
         try:
-            return read_verified_json(folder / "training.json")
+            return read_object(folder / "training.json")
         except UserError:
             if number == len(folders) - 1:
                 raise

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -14,18 +16,48 @@ from torch import Tensor
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.device import has_fast_bf16, matmul_precision
-from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.nn.quantizer import CodeUsage, add_usages
-from transformer_vq.nn.state import ModelState
+from transformer_vq.nn.model import ModelState, TransformerVQ
+from transformer_vq.nn.quantizer import CodeUsage, NotFiniteError, add_usages
 from transformer_vq.ops import triton
 from transformer_vq.parallel.strategy import ParallelStrategy
 from transformer_vq.parallel.world import World
 from transformer_vq.progress import warn
 from transformer_vq.training.average import WeightAverage
-from transformer_vq.training.carried import split_states
 from transformer_vq.training.loss import token_loss
 from transformer_vq.training.optim import learning_rate, make_optimizer
-from transformer_vq.training.unread import NotFiniteStepError, StepLosses, check_losses
+
+
+class NotFiniteStepError(NotFiniteError):
+    """A training step with NaN or inf. step: its number, from 1."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(reason)
+        self.step = step
+
+
+class StepLosses:
+    """Nats per token, commitment loss and gradient norm of a step, [3] on the device.
+
+    They are checked later: reading them after every step would make the host wait.
+
+    step: number of the step, from 1.
+    """
+
+    def __init__(self, step: int, tensor: Tensor) -> None:
+        self.step = step
+        self.tensor = tensor
+
+    @cached_property
+    def values(self) -> list[float]:
+        """The losses as numbers; the first use waits for a GPU."""
+        values: list[float] = self.tensor.tolist()
+        return values
+
+    def check(self) -> None:
+        """Raise NotFiniteStepError if a number is not finite."""
+        nats, _, grad_norm = self.values
+        if not math.isfinite(sum(self.values)):
+            raise NotFiniteStepError(self.step, f"loss {nats}, gradient norm {grad_norm}")
 
 
 @dataclass(frozen=True)
@@ -66,7 +98,7 @@ class Trainer:
         device: torch.device,
         world: World | None = None,
     ) -> None:
-        if config.train.reduction == "triton":
+        if config.train.backend == "triton":
             triton.check_device(device)
         self.config = config
         self.device = device
@@ -74,6 +106,7 @@ class Trainer:
         self.model = model.to(device).train()
         self.model.set_execution(
             reduction=config.train.reduction,
+            backend=config.train.backend,
             checkpoint_activations=config.train.checkpoint_activations,
         )
         self.strategy = ParallelStrategy(self.model, config, self.world)
@@ -227,3 +260,40 @@ class Trainer:
         torch.set_rng_state(tensors["rng/cpu"])
         if "rng/cuda" in tensors and self.device.type == "cuda":
             torch.cuda.set_rng_state(tensors["rng/cuda"], self.device)
+
+
+def check_losses(losses: list[StepLosses]) -> None:
+    """Check several steps, the first one first, with a single copy from the device."""
+    if not losses:
+        return
+    rows = torch.stack([x.tensor for x in losses]).tolist()
+    for of_step, values in zip(losses, rows, strict=True):
+        of_step.values = values
+        of_step.check()
+
+
+def split_states(tensors: dict[str, Tensor], n_parts: int) -> dict[str, Tensor]:
+    """Return the carried states of a checkpoint, split among `n_parts` micro-batches.
+
+    tensors: one state per micro-batch, `state0/...` to `state7/...`, each with the rows of all
+    ranks; together they are the rows of a batch in order. Other names are ignored. The mask of the
+    sinusoids belongs to a micro-batch, not to a row: a part gets that of its first row.
+    """
+    by_field: dict[str, list[Tensor]] = {}
+    names = [name for name in tensors if name.startswith("state")]
+    for name in sorted(names, key=_part):
+        by_field.setdefault(name.partition("/")[2], []).append(tensors[name])
+    found: dict[str, Tensor] = {}
+    for field, parts in by_field.items():
+        if len(parts) == n_parts:
+            pieces = parts
+        elif field.endswith("sinusoid_mask"):
+            pieces = [parts[i * len(parts) // n_parts] for i in range(n_parts)]
+        else:
+            pieces = list(torch.cat(parts).chunk(n_parts))
+        found |= {f"state{i}/{field}": x for i, x in enumerate(pieces)}
+    return found
+
+
+def _part(name: str) -> int:
+    return int(name.partition("/")[0].removeprefix("state"))

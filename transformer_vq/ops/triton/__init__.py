@@ -1,7 +1,7 @@
-"""GPU kernels in Triton, behind `reduction="triton"` only; each equals a function of `ops`.
+"""GPU kernels in Triton, behind `backend="triton"` only; each equals a function of `ops`.
 
-The kernels are in `kernels/`, one file per idea. The modules next to this one launch them:
-`attention` for segments (with `cache` and `blocks`), `nearest` for codes, `decode` for one token.
+The kernels are in `attention_kernels` and `code_kernels`. `blocks` and `decode` launch them;
+`attention` is the autograd function for a segment.
 Nothing here is imported unless asked for. docs/concepts/kernels.md lists what was verified and what
 was not.
 """
@@ -18,7 +18,7 @@ from transformer_vq.errors import UserError, missing_extra
 def check_package() -> None:
     """Raise MissingExtraError if Triton is not installed."""
     if find_spec("triton") is None:
-        raise missing_extra("reduction='triton'", "triton")
+        raise missing_extra("backend='triton'", "triton")
 
 
 def check_device(device: torch.device) -> None:
@@ -30,6 +30,6 @@ def check_device(device: torch.device) -> None:
     if device.type == "cuda" or is_recording() or (device.type == "cpu" and is_interpreted()):
         return
     raise UserError(
-        f"reduction='triton' needs a GPU, but the tensors are on {device.type}; "
-        "use reduction='auto' or a CUDA device"
+        f"backend='triton' needs a GPU, but the tensors are on {device.type}; "
+        "use backend='auto' or a CUDA device"
     )

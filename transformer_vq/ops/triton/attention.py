@@ -1,4 +1,4 @@
-"""Blockwise attention with Triton kernels: the implementation behind `reduction="triton"`.
+"""Blockwise attention with Triton kernels: the implementation behind `backend="triton"`.
 
 The mathematics is that of `fused`, for all blocks of a segment at once. Kernels compute the cache
 before each block, the weights and the gradient of the scores; products with values and keys are
@@ -18,26 +18,27 @@ from torch.autograd.function import once_differentiable
 
 from transformer_vq.errors import UserError
 from transformer_vq.ops.cache import CacheStats
-from transformer_vq.ops.inputs import AttentionInputs, shift_in
-from transformer_vq.ops.precision import full_precision
-from transformer_vq.ops.ragged import Eviction
-from transformer_vq.ops.state import AttentionState
+from transformer_vq.ops.packing import AttentionInputs, Eviction, shift_in
+from transformer_vq.ops.runtime import full_precision
+from transformer_vq.ops.state import VQState
 from transformer_vq.ops.triton.blocks import (
+    Prefix,
+    Segment,
     block_lse,
     block_weights,
     flash_blocks,
+    prefix,
+    prefix_gradient,
     softmax_backward_,
 )
-from transformer_vq.ops.triton.cache import prefix, prefix_gradient
 from transformer_vq.ops.triton.launch import DTYPES
-from transformer_vq.ops.triton.segment import Prefix, Segment
 
 MAX_FLASH = 128  # widest values for one kernel: its output stays in registers
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_blocks(
-    inputs: AttentionInputs, state: AttentionState, evicted: Eviction, grad_through_cache: bool
+    inputs: AttentionInputs, state: VQState, evicted: Eviction, grad_through_cache: bool
 ) -> tuple[Tensor, CacheStats | None]:
     """Attend from whole blocks, or from one shorter block; also return the cache after them.
 
@@ -45,9 +46,8 @@ def attend_blocks(
     """
     v = inputs.v
     if v.dtype not in DTYPES:
-        raise UserError(f"reduction='triton' has no kernels for {v.dtype}; use float32 or bfloat16")
+        raise UserError(f"backend='triton' has no kernels for {v.dtype}; use float32 or bfloat16")
     (b, h, _, seq_len, _), packing = inputs.q.shape, inputs.packing
-    assert state.z is not None
     _, n_blocks, n_query = evicted.counted.shape
     blocks = (n_blocks, state.k.shape[-2])
     by_distance, start = inputs.by_distance, (-state.position).unsqueeze(-1).expand(b, seq_len)

@@ -1,57 +1,108 @@
-"""Launch the kernels for attention within blocks; shapes as in `kernels`, B = b * h."""
+"""Launch the kernels for segments and codes; shapes as in the kernels, B = b * h."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from transformer_vq.ops.triton.kernels import flash, weights
-from transformer_vq.ops.triton.launch import Tiles, dot_constants, fit, launch, n_tiles, tiles_of
-from transformer_vq.ops.triton.segment import Prefix, Segment
+from transformer_vq.ops.triton import attention_kernels, code_kernels
+from transformer_vq.ops.triton.launch import dot_constants, fit, launch, n_tiles, tiles_of
 
 
-def _attention_arguments(
+@dataclass(frozen=True)
+class Segment:
+    """Everything that has no gradient.
+
+    codebook: [h, s, k], count: [B, s] before the segment (s = 0 without a cache), codes:
+    [B, r, L] of the previous blocks, counted: [b, r, i] of uint8, carry: [b, r] for documents,
+    start: [b, t], before which a query attends to nothing. The cache before `start` is masked only
+    with has_documents; without, its counts decide.
+    """
+
+    n_blocks: int
+    n_query: int
+    n_head: int
+    codebook: Tensor
+    count: Tensor
+    codes: Tensor
+    counted: Tensor
+    carry: Tensor | None
+    start: Tensor
+    has_documents: bool
+    grad_through_cache: bool
+
+    @property
+    def n_code(self) -> int:
+        return self.count.shape[-1]
+
+    @property
+    def window_len(self) -> int:
+        return self.codes.shape[-1]
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """means: [B, r, s, v] before each block, counts: [B, r + 1, s], after: [B, s, v] mean."""
+
+    means: Tensor
+    counts: Tensor
+    after: Tensor
+
+
+def _launch_blocks(
+    name: str,
     segment: Segment,
     q: Tensor,
     k_prev: Tensor,
     k: Tensor,
     by_distance: Tensor | None,
     counts: Tensor,
-) -> dict[str, Tensor | int]:
-    return {
-        "q": q,
-        "k_prev": k_prev,
-        "k": k,
-        "by_distance": q if by_distance is None else by_distance,
-        "code": segment.codebook,
-        "count": counts,
-        "start": segment.start,
-        "n_blocks": segment.n_blocks,
-        "n_query": segment.n_query,
-        "n_group": q.shape[1],
-        "n_head": segment.n_head,
-        "start_row": segment.start.stride(0),
-        "start_step": segment.start.stride(1),
-    }
+    arguments: dict[str, Tensor | int],
+    constants: dict[str, Any],
+) -> None:
+    """Launch a kernel with one program per tile of queries.
 
-
-def _attention_constants(
-    segment: Segment, q: Tensor, by_distance: Tensor | None, tiles: Tiles
-) -> dict[str, Any]:
+    q: [B, g, t, k], k_prev: [B, r, L, k], k: [B, r, i, k], by_distance: [B, g, t, L + 1].
+    """
+    tiles = tiles_of(name, q.dtype)
     d_k, n_code, window_len = q.shape[-1], segment.n_code, segment.window_len
-    return {
-        "L": window_len,
-        "S": n_code,
-        "DK": d_k,
-        "D": fit(d_k, 2**16),
-        "ROWS": fit(segment.n_query, tiles.rows),
-        "COLUMNS": fit(max(n_code, window_len), tiles.columns),
-        "HAS_BIAS": by_distance is not None,
-        "HAS_DOCUMENTS": segment.has_documents,
-        **dot_constants(q.dtype),
-    }
+    rows = fit(segment.n_query, tiles.rows)
+    launch(
+        getattr(attention_kernels, name),
+        (n_tiles(segment.n_query, rows), segment.n_blocks, q.shape[0] * q.shape[1]),
+        {
+            "q": q,
+            "k_prev": k_prev,
+            "k": k,
+            "by_distance": q if by_distance is None else by_distance,
+            "code": segment.codebook,
+            "count": counts,
+            "start": segment.start,
+            "n_blocks": segment.n_blocks,
+            "n_query": segment.n_query,
+            "n_group": q.shape[1],
+            "n_head": segment.n_head,
+            "start_row": segment.start.stride(0),
+            "start_step": segment.start.stride(1),
+            **arguments,
+        },
+        {
+            "L": window_len,
+            "S": n_code,
+            "DK": d_k,
+            "D": fit(d_k, 2**16),
+            "ROWS": rows,
+            "COLUMNS": fit(max(n_code, window_len), tiles.columns),
+            "HAS_BIAS": by_distance is not None,
+            "HAS_DOCUMENTS": segment.has_documents,
+            **dot_constants(q.dtype),
+            **constants,
+        },
+        tiles,
+    )
 
 
 def block_lse(
@@ -62,20 +113,9 @@ def block_lse(
     by_distance: Tensor | None,
     counts: Tensor,
 ) -> Tensor:
-    """Return the log of the softmax's sum, [B, g, t] in float32.
-
-    q: [B, g, t, k], k_prev: [B, r, L, k], k: [B, r, i, k], by_distance: [B, g, t, L + 1].
-    """
+    """Return the log of the softmax's sum, [B, g, t] in float32."""
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32)
-    tiles = tiles_of("block_lse", q.dtype)
-    rows = fit(segment.n_query, tiles.rows)
-    launch(
-        weights.block_lse,
-        (n_tiles(segment.n_query, rows), segment.n_blocks, q.shape[0] * q.shape[1]),
-        {**_attention_arguments(segment, q, k_prev, k, by_distance, counts), "lse": lse},
-        _attention_constants(segment, q, by_distance, tiles),
-        tiles,
-    )
+    _launch_blocks("block_lse", segment, q, k_prev, k, by_distance, counts, {"lse": lse}, {})
     return lse
 
 
@@ -88,23 +128,11 @@ def block_weights(
     counts: Tensor,
     lse: Tensor,
 ) -> Tensor:
-    """Return the weights, [B * r, g * i, s + L + i]; arguments as for `block_lse`."""
-    n_rows, n_group = q.shape[:2]
-    shape = (n_rows * segment.n_blocks, n_group * segment.n_query)
+    """Return the weights, [B * r, g * i, s + L + i]."""
+    shape = (q.shape[0] * segment.n_blocks, q.shape[1] * segment.n_query)
     w = q.new_empty(*shape, segment.n_code + segment.window_len + segment.n_query)
-    tiles = tiles_of("block_weights", q.dtype)
-    rows = fit(segment.n_query, tiles.rows)
-    launch(
-        weights.block_weights,
-        (n_tiles(segment.n_query, rows), segment.n_blocks, n_rows * n_group),
-        {
-            **_attention_arguments(segment, q, k_prev, k, by_distance, counts),
-            "weights": w,
-            "lse": lse,
-        },
-        _attention_constants(segment, q, by_distance, tiles),
-        tiles,
-    )
+    more: dict[str, Tensor | int] = {"weights": w, "lse": lse}
+    _launch_blocks("block_weights", segment, q, k_prev, k, by_distance, counts, more, {})
     return w
 
 
@@ -116,7 +144,7 @@ def softmax_backward_(
     tiles = tiles_of("softmax_backward", w.dtype)
     rows = fit(segment.n_query, tiles.rows)
     launch(
-        weights.softmax_backward,
+        attention_kernels.softmax_backward,
         (
             n_tiles(segment.n_query, rows),
             segment.n_blocks,
@@ -153,29 +181,143 @@ def flash_blocks(
     before: Prefix | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, [B, g, t, v], and the log of the softmax's sum, in one kernel."""
-    n_rows, n_group, seq_len, _ = q.shape
     d_v = v.shape[-1]
-    out = v.new_empty(n_rows, n_group, seq_len, d_v)
-    lse = q.new_empty(n_rows, n_group, seq_len, dtype=torch.float32)
-    tiles = tiles_of("flash_blocks", q.dtype)
-    rows = fit(segment.n_query, tiles.rows)
+    out = v.new_empty(*q.shape[:3], d_v)
+    lse = q.new_empty(*q.shape[:3], dtype=torch.float32)
     counts = segment.count if before is None else before.counts
+    mean = v if before is None else before.means
+    more: dict[str, Tensor | int] = {"v_prev": v_prev, "v": v, "mean": mean, "out": out, "lse": lse}
+    constants = {"DV": d_v, "V": fit(d_v, 2**16)}
+    _launch_blocks("flash_blocks", segment, q, k_prev, k, by_distance, counts, more, constants)
+    return out, lse
+
+
+def prefix(segment: Segment, v_prev: Tensor, mean: Tensor) -> Prefix:
+    """Return the cache before each block. v_prev: [B, r, L, v], mean: [B, s, v]."""
+    n_rows, n_code, d_v = mean.shape
+    means = v_prev.new_empty(n_rows, segment.n_blocks, n_code, d_v)
+    counts = segment.count.new_empty(n_rows, segment.n_blocks + 1, n_code)
+    after = torch.empty_like(mean)
+    tiles = tiles_of("cache_prefix", v_prev.dtype)
+    rows, values = fit(n_code, tiles.rows), fit(d_v, tiles.values)
     launch(
-        flash.flash_blocks,
-        (n_tiles(segment.n_query, rows), segment.n_blocks, n_rows * n_group),
+        code_kernels.cache_prefix,
+        (n_tiles(d_v, values), n_tiles(n_code, rows), n_rows),
         {
-            **_attention_arguments(segment, q, k_prev, k, by_distance, counts),
-            "v_prev": v_prev,
-            "v": v,
-            "mean": v if before is None else before.means,
-            "out": out,
-            "lse": lse,
+            "z": segment.codes,
+            "v": v_prev,
+            "counted": segment.counted,
+            "carry": segment.codes if segment.carry is None else segment.carry,
+            "mean": mean,
+            "count": segment.count,
+            "means": means,
+            "counts": counts,
+            "mean_after": after,
+            "n_blocks": segment.n_blocks,
+            "n_query": segment.n_query,
+            "n_head": segment.n_head,
+            "d_v": d_v,
         },
         {
-            **_attention_constants(segment, q, by_distance, tiles),
-            "DV": d_v,
-            "V": fit(d_v, 2**16),
+            "L": segment.window_len,
+            "S": n_code,
+            "ROWS": rows,
+            "COLUMNS": fit(segment.n_query, tiles.columns),
+            "VALUES": values,
+            "HAS_CARRY": segment.carry is not None,
+            **dot_constants(v_prev.dtype, exact=True),
         },
         tiles,
     )
-    return out, lse
+    return Prefix(means, counts, after)
+
+
+def prefix_gradient(
+    segment: Segment,
+    d_means: Tensor,
+    counts: Tensor,
+    d_after: Tensor | None,
+    d_v_prev: Tensor,
+) -> Tensor:
+    """Add the gradient of evicted values to d_v_prev; return that of the mean before the segment.
+
+    d_means: [B, r, s, v], d_after: [B, s, v] -> [B, s, v].
+    """
+    n_rows, n_blocks, n_code, d_v = d_means.shape
+    sums = torch.empty_like(d_means, dtype=torch.float32)
+    d_mean = sums.new_empty(n_rows, n_code, d_v)
+    tiles = tiles_of("cache_suffix", d_means.dtype)
+    rows, values = fit(n_code, tiles.rows), fit(d_v, tiles.values)
+    launch(
+        code_kernels.cache_suffix,
+        (n_tiles(d_v, values), n_tiles(n_code, rows), n_rows),
+        {
+            "d_means": d_means,
+            "counts": counts,
+            "carry": counts if segment.carry is None else segment.carry,
+            "d_after": d_means if d_after is None else d_after.contiguous(),
+            "sums": sums,
+            "d_mean": d_mean,
+            "n_blocks": n_blocks,
+            "n_head": segment.n_head,
+            "d_v": d_v,
+        },
+        {
+            "S": n_code,
+            "ROWS": rows,
+            "VALUES": values,
+            "HAS_CARRY": segment.carry is not None,
+            "HAS_AFTER": d_after is not None,
+        },
+        tiles,
+    )
+    tiles = tiles_of("evicted_gradient", d_v_prev.dtype)
+    rows, values = fit(segment.n_query, tiles.rows), fit(d_v, tiles.values)
+    launch(
+        code_kernels.evicted_gradient,
+        (n_tiles(d_v, values), n_tiles(segment.n_query, rows), n_rows * n_blocks),
+        {
+            "sums": sums,
+            "z": segment.codes,
+            "counted": segment.counted,
+            "d_v_prev": d_v_prev,
+            "n_blocks": n_blocks,
+            "n_query": segment.n_query,
+            "n_head": segment.n_head,
+            "d_v": d_v,
+        },
+        {"L": segment.window_len, "S": n_code, "ROWS": rows, "VALUES": values},
+        tiles,
+    )
+    return d_mean
+
+
+def nearest_code(k: Tensor, codebook: Tensor) -> Tensor:
+    """Return `nn.quantizer.nearest_code`, in float32. k: [b, h, t, k], codebook: [h, s, k]."""
+    k, codebook = k.float().contiguous(), codebook.float().contiguous()
+    (b, h, t, d_k), n_code = k.shape, codebook.shape[1]
+    z = torch.empty(b, h, t, dtype=torch.int64, device=k.device)
+    tiles = tiles_of("nearest_code", k.dtype)
+    rows = fit(t, tiles.rows)
+    launch(
+        code_kernels.nearest_code,
+        (n_tiles(t, rows), b * h),
+        {
+            "k": k,
+            "code": codebook,
+            "half_norm": codebook.square().sum(-1) / 2,
+            "z": z,
+            "seq_len": t,
+            "n_head": h,
+        },
+        {
+            "S": n_code,
+            "DK": d_k,
+            "D": fit(d_k, 2**16),
+            "ROWS": rows,
+            "COLUMNS": fit(n_code, tiles.columns),
+            "PRECISION": dot_constants(k.dtype, exact=True)["PRECISION"],
+        },
+        tiles,
+    )
+    return z

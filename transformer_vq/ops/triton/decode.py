@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from transformer_vq.ops.decode import Step, Token
-from transformer_vq.ops.triton.kernels import decode as kernels
+from transformer_vq.ops.triton import code_kernels
 from transformer_vq.ops.triton.launch import dot_constants, fit, launch, n_tiles, tiles_of
 
 
@@ -22,8 +22,8 @@ def attend_one_(token: Token, layer: int, step: Step) -> Tensor:
         token.k_hat if has_keys else None,
         token.z,
         token.v,
-        None if evicted is None else evicted.z[layer],
-        None if evicted is None else evicted.cache.mean[layer],
+        None if evicted is None else evicted[0][layer],
+        None if evicted is None else evicted[1].mean[layer],
         state.values[layer],
         state.z[layer],
         None if state.k is None else state.k[layer],
@@ -64,7 +64,7 @@ def decode_token_(
         "mean_evicted": mean_evicted,
     }
     launch(
-        kernels.decode_token,
+        code_kernels.decode_token,
         (n_tiles(d_v, width), b * h),
         {
             "code_scores": code_scores,

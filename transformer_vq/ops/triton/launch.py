@@ -1,7 +1,7 @@
 """Launch kernels, or record the launches to compile them for other devices.
 
-Every launch goes through `launch`. So the ahead-of-time compilation of `tvq bench kernels` and the
-checks of the tests see exactly what runs.
+Every launch goes through `launch`. So the ahead-of-time compilation of `benchmarks/kernels.py` and
+the checks of the tests see exactly what runs.
 """
 
 from __future__ import annotations

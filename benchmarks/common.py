@@ -1,0 +1,153 @@
+"""What the benchmarks share: options, records and figures. Timing is in `transformer_vq.measure`.
+
+Every script has a function `run` or `measure` that returns a record of plain values, `table`, which
+formats it, and for most a function that plots it. The keys of records are never renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import tyro
+
+from transformer_vq.config import RunConfig
+from transformer_vq.data.batches import TrainingBatches
+from transformer_vq.data.prepare import prepare
+from transformer_vq.device import find_device, keep_freed_memory, total_memory
+from transformer_vq.errors import UserError
+from transformer_vq.files import check_can_write, write_json
+from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.presets import PRESETS
+from transformer_vq.progress import TerminalReporter, reporting
+from transformer_vq.training.run import choose_accumulation, training_batches
+from transformer_vq.training.step import Trainer
+
+Record = dict[str, Any]
+"""Plain values that are written as JSON."""
+
+Device = Annotated[str, tyro.conf.arg(help="cpu, cuda, cuda:1, ...; auto uses a GPU if available.")]
+Flat = Annotated[RunConfig, tyro.conf.arg(name="")]
+"""A run config whose options have no prefix: --model.n-code, not --run.model.n-code."""
+
+LONG = 10.0  # seconds; what takes longer is measured once
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a benchmark; `record` has the measurements so far."""
+
+    def __init__(self, record: Record) -> None:
+        super().__init__()
+        self.record = record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Options of every benchmark."""
+
+    out: Path | None = None
+    """JSON file for the record; its figure is written next to it."""
+    overwrite: bool = False
+    """Replace an existing record."""
+    json: bool = False
+    """Print the record as the last line of stdout."""
+
+
+def main(
+    kind: Callable[..., Any],
+    measure: Callable[[Any], Record],
+    table: Callable[[Record], str],
+    plot: Callable[[Record, Path], None] | None = None,
+    base: RunConfig | None = None,
+) -> None:
+    """Run a benchmark with the options of the command line, and exit; errors are one line.
+
+    kind: dataclass of the options, with the fields of `Output`. measure: returns the record, or
+    raises Interrupted with a part of it. base: if given, the options have all settings of a run as
+    field `run`; their defaults are those of the preset that the first argument may name, or base.
+    """
+    arguments = sys.argv[1:]
+    default: dict[str, Any] = {}
+    if base is not None:
+        if arguments and not arguments[0].startswith("-"):
+            base = _preset(arguments.pop(0))
+        default = {"default": kind(run=base)}
+    keep_freed_memory()
+    options, status = tyro.cli(kind, args=arguments, **default), 0
+    try:
+        check_can_write("--out", options.out, options.overwrite)
+        with reporting(TerminalReporter()):
+            try:
+                record = measure(options)
+            except Interrupted as error:
+                record, status = error.record, 130
+        if options.out is not None:
+            write_json(options.out, record)
+            if plot is not None and find_spec("matplotlib") is not None and not status:
+                plot(record, options.out.with_suffix(".png"))
+        print(table(record))
+        if options.json:
+            print(json.dumps(record))
+    except (UserError, OSError) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    sys.exit(status)
+
+
+def _preset(name: str) -> RunConfig:
+    if name not in PRESETS:
+        sys.exit(f"{name} is not a preset; choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def check_positive(**options: float | tuple[float, ...] | None) -> None:
+    """Raise UserError unless all options, named as in Python, are finite and above 0."""
+    for name, values in options.items():
+        for value in values if isinstance(values, tuple) else (values,):
+            if value is not None and not 0 < value < math.inf:
+                option = name.replace("_", "-")
+                raise UserError(f"--{option} {value:g}: must be a finite number above 0")
+
+
+def median_seconds(timed: Callable[[], float]) -> float:
+    """Return the median time of three calls; one that takes long is not repeated.
+
+    timed: does the work and returns the seconds that it took.
+    """
+    first = timed()
+    if first > LONG:
+        return first
+    return median([first, *(timed() for _ in range(2))])
+
+
+def config_record(config: RunConfig) -> Record:
+    """Return the config of a run for a record that may be published."""
+    values = config.to_dict()
+    return {
+        "model": values["model"],
+        "data": {"dataset": config.data.dataset},  # local paths stay private
+        "optim": values["optim"],
+        "train": values["train"],
+        "parallel": values["parallel"],
+    }
+
+
+def trainer_and_batches(config: RunConfig) -> tuple[Trainer, TrainingBatches]:
+    """Return what the training steps of a run need, without creating a run folder."""
+    device = find_device(config.train.device)
+    config = choose_accumulation(config, total_memory(device))
+    torch.manual_seed(config.train.seed)
+    corpus = prepare(config.data, config.model.vocab_size)
+    # As `tvq train` does: the data of 257 tokens also fits a model that was given 256.
+    config = replace(config, model=replace(config.model, vocab_size=corpus.vocab_size))
+    return Trainer(TransformerVQ(config.model), config, device), training_batches(config, corpus)

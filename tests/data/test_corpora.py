@@ -1,0 +1,212 @@
+"""Datasets by name: enwik8 with its splits and download, and books in the folders of PG-19."""
+
+import gzip
+import hashlib
+import os
+import zipfile
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+from data_helpers import documents, rejection
+from sentencepiece_models import train_sentencepiece
+
+from transformer_vq.config import DataConfig
+from transformer_vq.data import corpora
+from transformer_vq.data.corpora import download
+from transformer_vq.data.paths import SPLITS, DataError
+from transformer_vq.data.prepare import prepare
+
+CONTENT = np.random.default_rng(0).bytes(1000)
+VOCAB_SIZE = 380
+BOOKS = {"train": range(5), "validation": (60, 70), "test": (80, 90)}
+
+
+def write_zip(path, content):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("enwik8", content)
+
+
+def enwik8_config(tmp_path, *path):
+    paths = tuple(map(str, path))
+    cache = str(tmp_path / "cache")
+    return DataConfig("enwik8", paths, end_of_document=False, cache=cache)
+
+
+def test_the_complete_file_has_the_published_splits(tmp_path, monkeypatch, capsys):
+    assert (corpora.SIZE, corpora.EDGES) == (100_000_000, (90_000_000, 95_000_000))
+    monkeypatch.setattr(corpora, "SIZE", 1000)
+    monkeypatch.setattr(corpora, "EDGES", (700, 900))
+    (tmp_path / "enwik8").write_bytes(CONTENT)
+    corpus = prepare(enwik8_config(tmp_path, tmp_path / "enwik8"))
+    assert documents(corpus, "train") == [CONTENT[:700]]
+    assert documents(corpus, "validation") == [CONTENT[700:900]]
+    assert documents(corpus, "test") == [CONTENT[900:]]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_of_another_size_is_split_in_proportion_with_a_warning(tmp_path, capsys):
+    (tmp_path / "head").write_bytes(CONTENT)
+    corpus = prepare(enwik8_config(tmp_path, tmp_path / "head"))
+    assert documents(corpus, "train") == [CONTENT[:900]]
+    assert documents(corpus, "validation") == [CONTENT[900:950]]
+    assert documents(corpus, "test") == [CONTENT[950:]]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "1,000 bytes" in line
+    assert "cannot be compared" in line
+
+
+def test_compressed_files_and_folders_are_accepted(tmp_path):
+    write_zip(tmp_path / "enwik8.zip", CONTENT)
+    (tmp_path / "other.gz").write_bytes(gzip.compress(CONTENT))
+    for path in (tmp_path, tmp_path / "enwik8.zip", tmp_path / "other.gz"):
+        assert documents(prepare(enwik8_config(tmp_path, path)), "train") == [CONTENT[:900]]
+
+
+def test_without_a_path_the_download_is_used(tmp_path):
+    config = enwik8_config(tmp_path)
+    message = rejection(prepare, config)
+    assert "run `tvq prepare enwik8` or give a file as --data.path" in message
+    (tmp_path / "cache" / "downloads").mkdir(parents=True)
+    write_zip(tmp_path / "cache/downloads/enwik8.zip", CONTENT)
+    assert documents(prepare(config), "train") == [CONTENT[:900]]
+
+
+def test_missing_and_corrupt_files_are_rejected_in_one_line(tmp_path):
+    write_zip(tmp_path / "intact.zip", CONTENT)
+    broken = tmp_path / "enwik8.zip"
+    broken.write_bytes((tmp_path / "intact.zip").read_bytes()[:500])
+    (tmp_path / "empty").mkdir()
+    for path, reason in [
+        (broken, "cannot read"),
+        (tmp_path / "absent", "does not exist"),
+        (tmp_path / "empty", "contains neither enwik8 nor"),
+        (Path("/dev/zero"), "neither a regular file nor a folder"),
+    ]:
+        message = rejection(prepare, enwik8_config(tmp_path, path))
+        assert reason in message
+        assert str(path) in message
+
+
+def test_a_download_is_checked_and_not_repeated(tmp_path):
+    (tmp_path / "published.zip").write_bytes(CONTENT)
+    url, digest = (tmp_path / "published.zip").as_uri(), hashlib.sha256(CONTENT).hexdigest()
+    path = download(tmp_path / "cache", url, digest)
+    assert path == tmp_path / "cache/downloads/enwik8.zip"
+    assert path.read_bytes() == CONTENT
+    assert download(tmp_path / "cache", "file:///absent", digest) == path
+    path.write_bytes(b"corrupt")
+    assert download(tmp_path / "cache", url, digest).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("digest", [None, "0" * 64])
+def test_a_failed_download_is_reported_in_one_line_and_leaves_no_files(tmp_path, digest):
+    (tmp_path / "published.zip").write_bytes(CONTENT)
+    url = "file:///absent" if digest is None else (tmp_path / "published.zip").as_uri()
+    with pytest.raises(DataError, match="cannot download") as raised:
+        download(tmp_path, url, digest or "")
+    assert "\n" not in str(raised.value)
+    assert list((tmp_path / "downloads").iterdir()) == []
+
+
+def book(seed: int, n_lines: int = 60) -> str:
+    """Return similar but different lines, some of them indented or empty."""
+    who = ["Alice", "the captain", "her sister", "an old man", "caf\u00e9 owners"]
+    what = ["was walking to", "never left", "dreamed about", "wrote of"]
+    where = ["the river", "London", "a garden", "the sea"]
+    lines = []
+    for i in range(seed, seed + n_lines):
+        lines.append(f"{'  ' * (i % 2)}{who[i % 5]} {what[i // 2 % 4]} {where[i // 3 % 4]}, {i}.")
+    return f"BOOK {seed}\n\n\n" + "\n".join(lines) + "\n"
+
+
+def write_books(root, end="\n"):
+    for split, seeds in BOOKS.items():
+        (root / split).mkdir(parents=True)
+        for seed in seeds:
+            text = book(seed).replace("\n", end)
+            (root / split / f"{seed}.txt").write_bytes(text.encode())
+
+
+@pytest.fixture
+def root(tmp_path):
+    write_books(tmp_path / "books")
+    return tmp_path / "books"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vocabulary") / "books.model"
+    train_sentencepiece([book(seed) for seed in BOOKS["train"]], VOCAB_SIZE, path)
+    return path
+
+
+@pytest.fixture
+def books(root, model):
+    """The config of the books with a given vocabulary."""
+    cache = str(root.parent / "cache")
+    return DataConfig("pg19", str(root), tokenizer=str(model), end_of_document=False, cache=cache)
+
+
+def test_each_book_is_one_lossless_document_with_its_words(books, model):
+    corpus = prepare(books, VOCAB_SIZE)
+    assert (corpus.vocab_size, corpus.bos, list(corpus.sizes)) == (VOCAB_SIZE, 1, list(SPLITS))
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    for split, seeds in BOOKS.items():
+        texts = sorted(book(seed).encode() for seed in seeds)
+        assert sorted(documents(corpus, split)) == texts
+        size, found = corpus.sizes[split], corpus.split(split)
+        assert size.bytes == sum(map(len, texts))
+        assert size.words == sum(len(text.split()) for text in texts)
+        edges = [*found.starts.tolist(), len(found)]
+        got = [found[a:b].tolist() for a, b in pairwise(edges)]
+        assert sorted(got) == sorted(reference.encode(book(seed)) for seed in seeds)
+
+
+def test_books_without_a_vocabulary_name_the_fix(books):
+    message = rejection(prepare, replace(books, tokenizer=None), VOCAB_SIZE)
+    assert "give a SentencePiece .model file as --data.tokenizer" in message
+    message = rejection(prepare, replace(books, tokenizer="sentencepiece"))
+    assert "SentencePiece vocabularies are not learned" in message
+
+
+def test_a_vocabulary_is_learned_from_the_train_split_only(root, books):
+    bpe = replace(books, tokenizer="bpe")
+    first = prepare(bpe, VOCAB_SIZE)
+    (root / "test" / "80.txt").write_text("Quite other words, zebra zebra zebra.\n" * 90)
+    assert prepare(bpe, VOCAB_SIZE).tokenizer_sha256 == first.tokenizer_sha256
+
+
+def test_line_endings_do_not_change_the_tokens(books, tmp_path):
+    write_books(tmp_path / "crlf", end="\r\n")
+    lf, crlf = prepare(books), prepare(replace(books, path=str(tmp_path / "crlf")))
+    assert lf.folder != crlf.folder
+    assert (lf.sha256, lf.sizes) == (crlf.sha256, crlf.sizes)
+
+
+def test_other_files_are_skipped(root, books, capsys):
+    (root / "train" / "0.txt").write_text("")
+    (root / "train" / "._1.txt").write_bytes(b"\x00\x05\xff")
+    (root / "train" / "notes.md").write_text("not a book")
+    (root / "metadata.csv").write_text("id,title\n")
+    (root / "train" / "9.txt").symlink_to("nowhere.txt")
+    os.mkfifo(root / "train" / "8.txt")
+    assert prepare(books).sizes["train"].documents == 4
+    assert "2 entries" in capsys.readouterr().err
+
+
+def test_missing_books_are_rejected(root, books):
+    message = rejection(prepare, replace(books, path=str(root / "nowhere")))
+    assert "nowhere does not exist; --data.path must contain the books" in message
+    (root / "train" / "2.txt").write_bytes("caf\u00e9".encode("latin-1"))
+    assert "2.txt is not UTF-8" in rejection(prepare, books)
+    assert "2.txt is not UTF-8" in rejection(prepare, replace(books, tokenizer="bpe"), VOCAB_SIZE)
+    assert os.listdir(books.cache) == []
+    for file in (root / "test").iterdir():
+        file.rename(file.with_suffix(".text"))
+    assert "test contains no books" in rejection(prepare, books)
+    (root / "validation").rename(root / "valid")
+    assert "validation does not exist; --data.path" in rejection(prepare, books)

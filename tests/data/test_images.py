@@ -1,0 +1,253 @@
+"""Images: a folder of any format and size, split by count, and ImageNet64's npz files."""
+
+import random
+import sys
+
+import numpy as np
+import pytest
+from data_helpers import rejection
+from PIL import Image
+
+from transformer_vq.config import DataConfig
+from transformer_vq.data import images
+from transformer_vq.data.images import decode_image, images_to_tokens, tokens_to_images
+from transformer_vq.data.paths import SPLITS, DataError
+from transformer_vq.data.prepare import prepare
+from transformer_vq.errors import MissingExtraError
+
+
+def prepared(folder, dataset="images"):
+    """Return the images of each split as rows of tokens."""
+    cache = str(folder.parent / f"cache-{folder.name}")
+    corpus = prepare(DataConfig(dataset, str(folder), cache=cache))
+    assert (corpus.vocab_size, corpus.bos) == (256, 0)
+    rows = {name: corpus.split(name).tokens.reshape(-1, 12288) for name in corpus.sizes}
+    for name, size in corpus.sizes.items():
+        assert (size.documents, size.bytes, size.words) == (len(rows[name]), size.tokens, None)
+    return rows
+
+
+def sorted_rows(rows):
+    return sorted(map(bytes, rows))
+
+
+def write_images(folder, n):
+    """Write images of unusual sizes, in several formats, to two folders."""
+    (folder / "more").mkdir(parents=True, exist_ok=True)
+    generator = np.random.default_rng(0)
+    for i in range(n):
+        pixels = generator.integers(0, 256, (30 + 17 * i % 90, 100 - 7 * i % 60, 3), dtype=np.uint8)
+        name = f"{i}.{('png', 'jpg', 'JPEG', 'bmp', 'gif', 'tif')[i % 6]}"
+        Image.fromarray(pixels).save((folder / "more" if i % 2 else folder) / name)
+
+
+def test_images_are_resized_with_a_box_filter(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (128, 192, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "x.png")
+    means = pixels.reshape(64, 2, 64, 3, 3).mean(axis=(1, 3))
+    assert np.abs(decode_image(tmp_path / "x.png") - means).max() <= 1  # rounded along each axis
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "I;16", "RGBA", "LA"])
+def test_all_pixel_modes_are_converted_to_rgb(tmp_path, mode):
+    path = tmp_path / ("x.tif" if mode in ("CMYK", "YCbCr") else "x.png")
+    grey = 255 if mode == "1" else 200
+    if mode == "I;16":
+        Image.fromarray(np.full((9, 200), 200 * 256, dtype=np.uint16)).save(path)
+    else:
+        image = Image.new("RGB", (9, 200), (grey, grey, grey))
+        image.convert(mode, palette=Image.Palette.ADAPTIVE).save(path)
+    with Image.open(path) as written:
+        assert written.mode == mode
+    image = decode_image(path)
+    assert (image.shape, image.dtype) == ((64, 64, 3), np.uint8)
+    assert (image == grey).all()
+
+
+def test_transparency_becomes_white(tmp_path):
+    Image.new("RGBA", (8, 8), (255, 0, 0, 0)).save(tmp_path / "rgba.png")
+    Image.new("P", (8, 8), 0).save(tmp_path / "palette.png", transparency=0)
+    Image.new("RGBA", (8, 8), (255, 0, 0, 128)).save(tmp_path / "half.png")
+    assert (decode_image(tmp_path / "rgba.png") == 255).all()
+    assert (decode_image(tmp_path / "palette.png") == 255).all()
+    assert (decode_image(tmp_path / "half.png") == (255, 127, 127)).all()
+
+
+def test_the_exif_orientation_is_applied(tmp_path):
+    pixels = np.zeros((64, 64, 3), dtype=np.uint8)
+    pixels[:32] = 255  # white above, black below
+    exif = Image.Exif()
+    exif[0x0112] = 3  # orientation: upside down
+    Image.fromarray(pixels).save(tmp_path / "x.png", exif=exif)
+    assert (decode_image(tmp_path / "x.png")[:32] == 0).all()
+    assert (decode_image(tmp_path / "x.png")[32:] == 255).all()
+
+
+def test_a_folder_is_split_by_count_and_content(tmp_path):
+    write_images(tmp_path / "a", 40)
+    write_images(tmp_path / "b", 40)
+    (tmp_path / "b" / "0.png").rename(tmp_path / "b" / "renamed.png")
+    first, second = prepared(tmp_path / "a"), prepared(tmp_path / "b")
+    assert [len(first[split]) for split in SPLITS] == [36, 2, 2]
+    assert all((first[split] == second[split]).all() for split in SPLITS)
+    files = [path for path in (tmp_path / "a").rglob("*.*") if path.is_file()]
+    want = images_to_tokens(np.stack([decode_image(file) for file in files]))
+    assert sorted_rows(np.concatenate(list(first.values()))) == sorted_rows(want)
+
+
+def test_too_few_images_are_rejected(tmp_path):
+    write_images(tmp_path / "a", 2)
+    (tmp_path / "a" / ".hidden.png").write_bytes((tmp_path / "a" / "0.png").read_bytes())
+    (tmp_path / "a" / "notes.txt").write_text("not an image")
+    (tmp_path / "a" / "bad.png").write_text("not an image")
+    message = rejection(prepared, tmp_path / "a")
+    assert "2 readable images, but train, validation and test" in message
+    assert "is not a folder" in rejection(prepared, tmp_path / "a" / "0.png")
+    write_images(tmp_path / "b", 3)
+    assert [len(prepared(tmp_path / "b")[split]) for split in SPLITS] == [1, 1, 1]
+
+
+def test_unreadable_files_are_skipped_with_a_warning_of_one_line(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "a"
+    write_images(folder, 4)
+    (folder / "web.jpg").write_text("<html>not found</html>")
+    jpeg = (folder / "more/1.jpg").read_bytes()
+    (folder / "cut.jpg").write_bytes(jpeg[: len(jpeg) // 2])
+    Image.new("L", (500, 500)).save(folder / "bomb.png")
+    (folder / "link.png").symlink_to("nowhere.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 20_000)
+    assert [len(rows) for rows in prepared(folder).values()] == [2, 1, 1]
+    links, unreadable = capsys.readouterr().err.splitlines()
+    assert "1 entries" in links
+    assert "3 of 7 images" in unreadable
+
+
+def test_an_empty_folder_is_rejected(tmp_path):
+    (tmp_path / "a").mkdir()
+    assert "0 readable images" in rejection(prepared, tmp_path / "a")
+
+
+def test_missing_pillow_is_reported_with_the_install_command(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MissingExtraError, match="pip install pillow"):
+        prepared(tmp_path)
+    with pytest.raises(MissingExtraError, match="pip install pillow"):
+        decode_image(tmp_path / "x.png")
+
+
+def random_rows(n, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (n, 12288), dtype=np.uint8)
+
+
+def write_files(folder, *train, test=None, save=np.savez):
+    """Write npz files 1, 2, ... of rows as published, and the official validation set."""
+    for number, rows in enumerate(train, 1):
+        save(folder / f"train_data_batch_{number}.npz", data=rows, mean=np.zeros(3))
+    save(folder / "val_data.npz", labels=np.zeros(2), data=random_rows(2) if test is None else test)
+
+
+def interleaved(rows):
+    """Return red, green and blue planes as pixels, by explicit slicing."""
+    return np.stack([rows[:, :4096], rows[:, 4096:8192], rows[:, 8192:]], axis=2).reshape(-1, 12288)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "npz").mkdir()
+    return tmp_path / "npz"
+
+
+def test_color_planes_become_pixels_in_raster_order(folder):
+    row = np.zeros((1, 12288), dtype=np.uint8)
+    row[0, [0, 4096, 8192]] = 1, 2, 3  # the pixel in the upper left corner
+    row[0, [1, 4097, 8193]] = 4, 5, 6  # the one to its right
+    row[0, [64, 4160, 8256]] = 7, 8, 9  # the one below it
+    row[0, [4095, 8191, 12287]] = 10, 11, 12  # the lower right corner
+    write_files(folder, random_rows(20), test=row)
+    (tokens,) = prepared(folder, "imagenet64")["test"]
+    assert tokens[:6].tolist() == [1, 2, 3, 4, 5, 6]
+    assert tokens[192:195].tolist() == [7, 8, 9]
+    assert tokens[-3:].tolist() == [10, 11, 12]
+    (image,) = tokens_to_images(tokens[None])
+    assert image[0, 1].tolist() == [4, 5, 6]
+    assert image[1, 0].tolist() == [7, 8, 9]
+    assert (images_to_tokens(image[None]) == tokens).all()
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("chunk", [1, 3, 256])
+def test_splits_are_ranges_of_all_files_for_any_chunk_size(
+    folder, monkeypatch, save, chunk, capsys
+):
+    monkeypatch.setattr(images, "CHUNK", chunk)
+    rows, test = random_rows(40), random_rows(5, seed=1)
+    write_files(folder, rows[:30], rows[30:37], rows[37:], test=test, save=save)
+    (folder / "train_data_batch_1 (copy).npz").write_bytes(b"")
+    found = prepared(folder, "imagenet64")
+    assert sorted_rows(found["train"]) == sorted_rows(interleaved(rows[:37]))
+    assert sorted_rows(found["validation"]) == sorted_rows(interleaved(rows[37:]))
+    assert sorted_rows(found["test"]) == sorted_rows(interleaved(test))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "40 + 5 images" in line
+    assert "cannot be compared" in line
+
+
+def test_the_complete_dataset_is_split_as_in_the_paper(folder, monkeypatch, capsys):
+    write_files(folder, random_rows(1))
+    counts = {"train_data_batch_1.npz": 1_281_167, "val_data.npz": 50_000}
+    monkeypatch.setattr(images, "_count", lambda path: counts[path.name])
+    found = [(x.split, x.first, x.last) for x in images.find_imagenet64(folder)]
+    assert found == [
+        ("train", 0, 1_200_000),
+        ("validation", 1_200_000, 1_281_167),
+        ("test", 0, 50_000),
+    ]
+    assert capsys.readouterr().err == ""
+
+
+def test_missing_files_are_rejected(folder):
+    assert "absent does not exist" in rejection(prepared, folder / "absent", "imagenet64")
+    assert "train_data_batch_1.npz is not in" in rejection(prepared, folder, "imagenet64")
+    write_files(folder, random_rows(1))
+    (folder / "val_data.npz").unlink()
+    assert "val_data.npz is not in" in rejection(prepared, folder, "imagenet64")
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"data": np.zeros((2, 3072), np.uint8)}, "uint8 [2, 3072]"),
+        ({"data": np.zeros((2, 12288), np.int64)}, "int64 [2, 12288]"),
+        ({"data": np.asfortranarray(random_rows(2))}, "column order"),
+        ({"other": np.zeros((2, 12288), np.uint8)}, "has no array `data`"),
+    ],
+    ids=["width", "dtype", "order", "name"],
+)
+def test_other_arrays_are_rejected(folder, arrays, message):
+    write_files(folder, random_rows(1))
+    np.savez(folder / "train_data_batch_1.npz", **arrays)
+    assert message in rejection(prepared, folder, "imagenet64")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_mutated_files_are_rejected_in_one_line_or_read_correctly(folder, save):
+    """No other error of zipfile or numpy escapes."""
+    rows = np.zeros((2, 12288), dtype=np.uint8)
+    write_files(folder, rows, save=save)
+    path = folder / "train_data_batch_1.npz"
+    content, rng = path.read_bytes(), random.Random(0)
+    directory = content.index(b"PK\x01\x02")
+    offsets = [*range(200), *range(directory, len(content))]
+    for _ in range(300):
+        mutated = bytearray(content)
+        for offset in rng.sample(offsets, rng.choice([1, 1, 2, 5])):
+            mutated[offset] = rng.randrange(256)
+        path.write_bytes(mutated)
+        try:
+            found = images.find_imagenet64(folder)
+            tokens = [piece.data for item in found if item.split != "test" for piece in item.read()]
+            message = ""
+        except DataError as error:
+            tokens, message = list(map(bytes, rows)), str(error)
+        assert tokens == list(map(bytes, rows))
+        assert "\n" not in message

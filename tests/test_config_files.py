@@ -1,0 +1,137 @@
+"""Config files: TOML and JSON are read back as written, and mistakes are one line."""
+
+from dataclasses import replace
+
+import pytest
+
+from transformer_vq.config_files import (
+    ConfigFileError,
+    config_text,
+    read_config_file,
+)
+from transformer_vq.files import write_json
+from transformer_vq.presets import PRESETS
+
+TINY = PRESETS["tiny"]
+
+
+def written(tmp_path, content, name="my.toml"):
+    path = tmp_path / name
+    path.write_text(content)
+    return path
+
+
+def error(path, base=None):
+    with pytest.raises(ConfigFileError) as found:
+        read_config_file(path).apply(base)
+    (line,) = str(found.value).splitlines()
+    return line.replace(f"{path.parent}/", "")
+
+
+@pytest.mark.parametrize("kind", ["toml", "json"])
+@pytest.mark.parametrize("name", PRESETS)
+def test_written_presets_are_read_back_exactly(tmp_path, name, kind):
+    text = config_text(PRESETS[name], kind, title="A title\nof two lines")
+    file = read_config_file(written(tmp_path, text, f"my.{kind}"))
+    assert file.apply(None) == PRESETS[name]
+    assert file.preset is None
+
+
+@pytest.mark.parametrize("kind", ["toml", "json"])
+def test_unusual_values_are_read_back_exactly(tmp_path, kind):
+    paths = ("a b.txt", 'quote".txt', "back\\slash", "\u4e2d \U0001f600", "new\nline", "\x7f\x1f")
+    config = replace(
+        TINY,
+        data=replace(TINY.data, path=paths, test_share=1e-5),
+        optim=replace(TINY.optim, grad_clip=None, lr=1e-5, betas=(0.5, 0.75)),
+    )
+    path = written(tmp_path, config_text(config, kind), f"my.{kind}")
+    assert read_config_file(path).apply(None) == config
+    assert read_config_file(path).apply(TINY) == config
+
+
+def test_written_files_explain_every_setting():
+    lines = config_text(TINY).splitlines()
+    for settings in TINY.to_dict().values():
+        for key in settings:
+            starts = (f"{key} = ", f"# {key} = ")
+            (place,) = [i for i, line in enumerate(lines) if line.startswith(starts)]
+            assert lines[place - 1].startswith("# "), key
+    assert max(map(len, lines)) <= 92
+
+
+def test_only_differences_from_a_preset_are_written(tmp_path):
+    config = replace(TINY, optim=replace(TINY.optim, grad_clip=None))
+    text = config_text(config, preset="tiny", base=TINY)
+    file = read_config_file(written(tmp_path, text))
+    assert file.preset == "tiny"
+    assert file.values == {"optim": {"grad_clip": None}}
+    assert file.apply(TINY) == config
+
+
+def test_files_override_their_base_and_accept_dashes(tmp_path):
+    text = 'preset = "tiny"\n[model]\nn-code = 64\n[data]\npath = "one.txt"\n'
+    file = read_config_file(written(tmp_path, text))
+    assert file.preset == "tiny"
+    config = file.apply(TINY)
+    assert config == replace(
+        TINY,
+        model=replace(TINY.model, n_code=64),
+        data=replace(TINY.data, path=("one.txt",)),
+    )
+
+
+def test_config_of_a_run_is_a_config_file(tmp_path):
+    about = {"format": 2, "tokenizer_sha256": None}
+    write_json(tmp_path / "config.json", TINY.to_dict() | about)
+    for path in (tmp_path, tmp_path / "config.json"):
+        file = read_config_file(path)
+        assert file.apply(None) == TINY
+        assert file.name == tmp_path.name
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nn_cod = 3", "my.toml: model.n_cod is not an option (did you mean n_code?)"),
+        ("[modle]\nn_code = 3", "my.toml: modle is not an option (did you mean model?)"),
+        ("[model]\nxyz = 3", "my.toml: model.xyz is not an option"),
+        ('[model]\nn_code = "x"', "my.toml: model.n_code='x': must be an integer of at least 1"),
+        ("[optim]\nlr = true", "my.toml: optim.lr=True: must be a number"),
+        ("[optim]\nbetas = 3", "my.toml: optim.betas=3: must be a list of"),
+        ("[train]\nseq_len = 1000", "my.toml: train.seq_len=1000 is not a multiple"),
+        ("model = 3", "my.toml: 'model' is not a section with options"),
+        ("preset = 3", "my.toml: preset=3: choose one of"),
+        ("[model]\nn_code = 3\nn_code = 4", "my.toml is not valid TOML: "),
+        ("[model\nn_code = 3", "at line 1, column 7"),
+    ],
+)
+def test_mistakes_in_toml_are_one_line_with_file_and_key(tmp_path, text, message):
+    assert message in error(written(tmp_path, text), TINY)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("my.json", '{"model": {"n_code": 1,}}', "my.json is not valid JSON: "),
+        ("my.json", "[" * 100_000, "my.json is not valid JSON"),
+        ("my.json", "{", "line 1 column 2"),
+        ("my.txt", "", "my.txt is not a config file; use a .toml or .json file"),
+    ],
+)
+def test_mistakes_in_other_formats_are_one_line(tmp_path, name, text, message):
+    assert message in error(written(tmp_path, text, name), TINY)
+
+
+def test_files_that_cannot_be_read_are_rejected(tmp_path):
+    assert "does not exist" in error(tmp_path / "no.toml")
+    assert "is not a run folder" in error(tmp_path)
+    path = tmp_path / "bytes.toml"
+    path.write_bytes(b"\xff\xfe")
+    assert "bytes.toml is not valid TOML: " in error(path)
+
+
+def test_settings_without_a_default_must_be_given(tmp_path):
+    line = error(written(tmp_path, "[model]\nd_model = 64"))
+    assert line.startswith("my.toml: model.vocab_size is missing")
+    assert 'preset = "tiny"' in line

@@ -1,1 +1,0 @@
-"""Measurements that write JSON; `plots` reads JSON and never measures."""

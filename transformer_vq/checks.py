@@ -1,0 +1,158 @@
+"""Check dataclass fields against their annotations; every error is one line with the fix.
+
+Fields may be int, float, bool, str, a Literal, a tuple, another dataclass, or one of these or None.
+`Annotated[int, Range(1, 8)]` limits a number. Configs are checked here only, whether they are built
+in Python, from a file or from the command line.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+import types
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from transformer_vq.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers from low to high, both included unless `above` or `below` excludes them."""
+
+    low: float
+    high: float
+    above: bool = False
+    below: bool = False
+
+    def problem(self, value: float, kind: str) -> str | None:
+        too_high = value > self.high or (self.below and value == self.high)
+        if too_high and self.high > 1:
+            return f"must be {kind} of at most {self.high:.15g}"
+        if too_high or not value >= self.low or (self.above and value == self.low):
+            return self.describe(kind)
+        return None
+
+    def describe(self, kind: str) -> str:
+        """Leave out a high limit that is out of the way: it is not what the user got wrong."""
+        text = f"must be {kind} {'above' if self.above else 'of at least'} {self.low:.15g}"
+        if self.high <= 1:
+            text += f" and {'below' if self.below else 'at most'} {self.high:g}"
+        return text
+
+
+def check_fields(config: object, part: str = "") -> None:
+    """Raise UserError if a field does not hold what its annotation says.
+
+    part: the name of the config in front of the fields, such as "model" for `model.n_code`.
+    """
+    kind: Any = type(config)
+    for name, hint in _hints(kind).items():
+        value = getattr(config, name)
+        if (wrong := _problem(hint, value)) is not None:
+            raise UserError(f"{_name(part, name)}={shown(value)}: {wrong}")
+
+
+def from_plain(kind: type[T], values: object, part: str = "") -> T:
+    """Build a dataclass from JSON values, which may be anything; raise UserError if they are wrong.
+
+    Lists become tuples where the field is a tuple, objects the dataclass of their field.
+    """
+    if not isinstance(values, dict):
+        what = f"the {part or 'run'} config"
+        raise UserError(f"{what} must be a JSON object of options and values, not {shown(values)}")
+    hints: dict[str, Any] = _hints(kind)  # type: ignore[arg-type]
+    for name in values:
+        if name not in hints:
+            hint = nearest(str(name), hints)
+            raise UserError(f"{_name(part, shown_name(name))} is not an option{hint}")
+    found = {}
+    for field in fields(kind):  # type: ignore[arg-type]
+        if field.name not in values:
+            if field.default is MISSING and field.default_factory is MISSING:
+                raise UserError(f"{_name(part, field.name)} is missing from the config")
+            continue
+        hint, value = hints[field.name], values[field.name]
+        if is_dataclass(hint):
+            value = from_plain(hint, value, field.name)  # type: ignore[arg-type]
+        elif get_origin(hint) is tuple and isinstance(value, list):
+            value = tuple(value)
+        found[field.name] = value
+    return kind(**found)
+
+
+def nearest(name: str, names: Any) -> str:
+    """Return a suggestion in parentheses if one of the names is similar, else an empty string."""
+    close = get_close_matches(name, list(names), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def shown(value: object) -> str:
+    """Return any value as a short text in one line."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring, short.maxother = 2, 80, 80
+    return " ".join(short.repr(value).split())
+
+
+def shown_name(name: object) -> str:
+    """Return a name as it is written, or its representation if it is long or not printable."""
+    is_plain = isinstance(name, str) and name.isprintable() and 0 < len(name) < 80
+    return str(name) if is_plain else shown(name)
+
+
+def _name(part: str, name: str) -> str:
+    return ".".join(x for x in (part, name) if x)
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
+
+
+def _problem(hint: Any, value: Any) -> str | None:
+    """Return what is wrong with a value of this type, or None."""
+    limits = Range(-math.inf, math.inf)
+    if get_origin(hint) is Annotated:
+        limits = next((x for x in hint.__metadata__ if isinstance(x, Range)), limits)
+        hint = hint.__origin__
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        (inner,) = (x for x in arguments if x is not types.NoneType)
+        wrong = None if value is None else _problem(inner, value)
+        return wrong and f"{wrong}, or None"
+    if origin is Literal:
+        is_valid = isinstance(value, str) and value in arguments
+        return None if is_valid else f"choose one of {', '.join(arguments)}"
+    if origin is tuple:
+        return _tuple_problem(arguments, value)
+    if hint in (int, float):
+        kind = "an integer" if hint is int else "a number"
+        if isinstance(value, bool) or not isinstance(value, int if hint is int else (int, float)):
+            return limits.describe(kind)
+        if not -math.inf < value < math.inf:
+            return "must be a finite number"
+        return limits.problem(value, kind)
+    if hint is bool:
+        return None if isinstance(value, bool) else "must be true or false"
+    if hint is str:
+        if not isinstance(value, str):
+            return "must be text"
+        return None if value else "must not be empty"
+    if is_dataclass(hint):
+        return None if isinstance(value, hint) else f"must be a {hint.__name__}"  # type: ignore[arg-type, union-attr]
+    raise TypeError(f"no check for fields of type {hint}")
+
+
+def _tuple_problem(kinds: tuple[Any, ...], value: Any) -> str | None:
+    if not isinstance(value, tuple):
+        return "must be a list of values"
+    if kinds[1:] == (...,):
+        kinds = kinds[:1] * len(value)
+    if len(value) != len(kinds):
+        return f"must be a list of {len(kinds)} values"
+    wrong = (_problem(kind, x) for kind, x in zip(kinds, value, strict=True))
+    return next((f"each {text}" for text in wrong if text is not None), None)

@@ -1,0 +1,94 @@
+"""tvq demo: text of `books`, then train `tiny`, compare it with n-grams, generate text."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformer_vq.cli.arguments import check_range, parse
+from transformer_vq.cli.output import program_name
+from transformer_vq.presets import PRESETS
+
+INTRODUCTION = """\
+This demo takes about three minutes on two cores:
+1. It generates text with `books`, the model in the package.
+2. It checks that attention in linear time equals attention in quadratic time.
+3. It trains a small byte-level model on the sources of Python's standard library.
+4. It compares the model with n-gram models on files that were not used for training.
+5. It generates text and plots the loss.
+"""
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """Generate text with the model in the package, then train `tiny` in minutes.
+
+    The data are the sources of Python's standard library. Compares the model with n-gram models,
+    generates text and plots the curves. If interrupted, run the same command again to continue.
+    """
+
+    out: Path = Path("demo")
+    """Run folder."""
+    steps: int | None = None
+    """Training steps; by default those of the preset."""
+    table: bool = False
+    """Print the differences from quadratic attention for all heads and reductions."""
+
+
+def run(arguments: list[str]) -> int | None:
+    """Run the demo; return the exit status."""
+    options = parse(DemoOptions, arguments, "demo")
+    check_range("--steps", options.steps, 1)
+    config = PRESETS["tiny"]
+    if options.steps is not None:
+        config = replace(config, train=replace(config.train, steps=options.steps))
+
+    from transformer_vq import demo
+    from transformer_vq.device import keep_freed_memory
+    from transformer_vq.files import write_json
+    from transformer_vq.threads import share_cores
+    from transformer_vq.training.plots import plot_run
+    from transformer_vq.training.run import train_or_resume
+
+    keep_freed_memory()
+    share_cores()
+    print(INTRODUCTION)
+    print(f"1. `books` continues {demo.BOOKS_PROMPT!r}:\n")
+    print(demo.books_sample(), flush=True)
+    print("\n2. Linear-time attention equals quadratic attention, up to rounding (float64):\n")
+    rows = list(demo.differences())
+    if options.table:
+        print(demo.differences_table(rows), end="\n\n")
+    print(demo.differences_line(rows), flush=True)
+
+    folder = options.out
+    print(f"\n3. Training `tiny` for {config.train.steps} steps; Ctrl-C stops and saves.")
+    print(f"   The run is stored in {folder}.\n", flush=True)
+    result = train_or_resume(config, folder)
+    if result.stopped_by is not None:
+        print(f"stopped at step {result.step} and saved; run the same command again to continue")
+        return 128 + result.stopped_by
+
+    print("4. Bits per byte of the test split, compared with n-gram models (lower is better):\n")
+    record = demo.measure(folder)
+    write_json(folder / "demo.json", record)
+    print(demo.table(record))
+    print(f"\n5. Text generated after {demo.PROMPT!r}:\n")
+    print(record["sample"])
+    print("\nFigure: " + ", ".join(str(path) for path in plot_run(folder)))
+    print(_next_commands(folder))
+    return None
+
+
+def _next_commands(run: Path) -> str:
+    """Return commands that work when they are pasted."""
+    commands = {
+        "sample books --prompt 'Call me'": "the model in the package, another prompt",
+        f"sample {shlex.quote(str(run))} --prompt 'class Stack:'": "more text, another prompt",
+        f"eval {shlex.quote(str(run))} --positions": "loss by position in the context",
+        "info enwik8-190m": "size and cost of a model of the paper",
+    }
+    lines = [f"  {program_name()} {line}  # {what}" for line, what in commands.items()]
+    train = f"{program_name()} train small --data.path YOUR-TEXTS --out YOUR-RUN"
+    return "\n".join(["", "Try next:", *lines, f"To train on your own text: {train}"])

@@ -1,0 +1,574 @@
+"""Configs of models and runs: frozen dataclasses that check their values when built."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Annotated, Any, Literal
+
+from transformer_vq.checks import Range, check_fields, from_plain, shown
+from transformer_vq.errors import UserError
+
+HeadType = Literal["shga", "mqa", "mha", "gqa"]
+AttentionType = Literal["vq", "full"]
+Reduction = Literal["auto", "serial", "matmul", "associative", "input_scan"]
+Backend = Literal["auto", "eager", "triton"]
+CodebookInit = Literal["random", "keys"]
+Dataset = Literal["text", "enwik8", "pg19", "imagenet64", "images"]
+Format = Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"]
+LEARNED = ("bpe",)
+"""Tokenizers that are learned from the training data."""
+OptimizerName = Literal["adamw", "adafactor", "muon"]
+Schedule = Literal["cosine", "wsd"]
+Precision = Literal["fp32", "bf16"]
+
+# High limits make absurd values fail at once; all positive floats are normal numbers in float32.
+Width = Annotated[int, Range(1, 2**24)]
+Depth = Annotated[int, Range(1, 2**12)]
+Rows = Annotated[int, Range(1, 2**24)]
+Count = Annotated[int, Range(1, 2**40)]
+Processes = Annotated[int, Range(1, 2**20)]
+Real = Annotated[float, Range(-1e30, 1e30)]
+Positive = Annotated[float, Range(1e-30, 1e30)]
+NotNegative = Annotated[float, Range(0, 1e30)]
+Fraction = Annotated[float, Range(0, 1)]
+BelowOne = Annotated[float, Range(0, 1, below=True)]
+BelowHalf = Annotated[float, Range(0, 0.5, below=True)]
+Wavelength = Annotated[float, Range(1, 1e30, above=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _AttentionFields:
+    """Settings of the attention that layers and whole models have in common."""
+
+    head_type: HeadType = "shga"
+    """Single-head gated attention, multi-query, multi-head or grouped-query attention."""
+    attention: AttentionType = "vq"
+    """Vector-quantized keys in linear time, or full attention in quadratic time."""
+    d_k: Width = 128
+    """Width of queries and keys, per head."""
+    n_kv_head: Width | None = None
+    """Key/value heads of gqa; a divisor of the number of query heads."""
+    n_code: Width = 512
+    """Codewords per codebook."""
+    block_len: Width = 512
+    """Tokens per block; also the range of the relative positional bias."""
+    compressive_cache: bool = True
+    """Attend to all earlier tokens; if False, only to the last block_len tokens."""
+    grad_through_cache: bool = True
+    """Propagate gradients to values that have been evicted into the cache."""
+    p_dropsin: BelowOne = 0.0
+    """Dropout on the sinusoids of the relative positions; one mask per sequence."""
+    pe_wavelength: Wavelength = 1e5
+    """Longest wavelength of the sinusoids."""
+    ema_decay: BelowOne = 0.99
+    """Decay of the codebooks' running sums and counts."""
+    codebook_init: CodebookInit = "keys"
+    """Initialize codebooks from the keys of the first step, or at random as in the paper."""
+    revive_below: NotNegative = 0.1
+    """Replace codes whose running count falls below this with recent keys; 0 disables it."""
+
+
+@dataclass(frozen=True)
+class AttentionConfig(_AttentionFields):
+    """One attention layer: heads, widths and codebook. The single owner of head geometry.
+
+    `head_type` determines the fields left at None: one wide gated head (shga), one key/value head
+    for all query heads (mqa), one per query head (mha), or `n_kv_head` of them (gqa).
+    """
+
+    d_model: Width
+    """Width of the residual stream."""
+    n_head: Width | None = None
+    """Query heads; d_model / d_k by default, 1 for shga."""
+    d_v: Annotated[int, Range(1, 2**25)] | None = None
+    """Width of values, per key/value head; d_k by default, 2 d_model for shga."""
+    norm_input: bool = True
+    """Apply RMSNorm to the input of the layer."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.d_model % 2:
+            raise UserError(f"d_model={self.d_model}: must be even")
+        is_gated = self.head_type == "shga"
+        if self.n_head is None and not is_gated and self.d_model % self.d_k:
+            raise UserError(
+                f"d_model={self.d_model} is not a multiple of d_k={self.d_k}, as "
+                f"head_type={self.head_type} needs; change one of them or use shga"
+            )
+        n_head = self.n_head or (1 if is_gated else self.d_model // self.d_k)
+        n_kv_head = self.n_kv_head or {"gqa": 0, "mha": n_head}.get(self.head_type, 1)
+        if n_kv_head == 0:
+            raise UserError("head_type=gqa needs n_kv_head, the number of key heads")
+        if is_gated and max(n_head, n_kv_head) > 1:
+            raise UserError(
+                f"head_type=shga has one head, not {max(n_head, n_kv_head)}; use mha, mqa or gqa"
+            )
+        possible = {"shga": True, "mqa": n_kv_head == 1}
+        possible |= {"mha": n_kv_head == n_head, "gqa": n_head % n_kv_head == 0}
+        if not possible[self.head_type]:
+            raise UserError(
+                f"n_kv_head={n_kv_head} is incompatible with the {n_head} query heads of "
+                f"head_type={self.head_type}; leave it out, or use gqa and a divisor of "
+                f"{n_head}"
+            )
+        object.__setattr__(self, "n_head", n_head)
+        object.__setattr__(self, "n_kv_head", n_kv_head)
+        object.__setattr__(self, "d_v", self.d_v or (2 * self.d_model if is_gated else self.d_k))
+
+    @classmethod
+    def for_layer(cls, d_model: int, **options: Any) -> AttentionConfig:
+        """Return the config of a layer on its own: heads that fit d_model and each other.
+
+        Several heads without a head_type are mha, or gqa if n_kv_head is given. d_k is then
+        d_model / n_head by default; without n_head, the largest divisor of d_model up to 128.
+        """
+        n_head, n_kv_head = options.get("n_head"), options.get("n_kv_head")
+        sizes = (d_model, n_head or 1, n_kv_head or 1)
+        if not all(type(size) is int and size > 0 for size in sizes):
+            return cls(d_model, **options)  # raises an error
+        if max(sizes[1:]) > 1:
+            options = {"head_type": "mha" if n_kv_head is None else "gqa"} | options
+        if options.get("head_type", cls.head_type) != "shga" and "d_k" not in options:
+            if n_head and d_model % n_head:
+                raise UserError(
+                    f"d_model={d_model} is not a multiple of n_head={n_head}; change one of them "
+                    "or give d_k"
+                )
+            options["d_k"] = d_model // n_head if n_head else _default_d_k(*sizes[::2])
+        return cls(d_model, **options)
+
+    @property
+    def heads(self) -> Heads:
+        """The head geometry, fully determined."""
+        assert self.n_head is not None
+        assert self.n_kv_head is not None
+        assert self.d_v is not None
+        return Heads(self.n_head, self.n_kv_head, self.d_k, self.d_v, self.head_type == "shga")
+
+
+def _default_d_k(d_model: int, n_kv_head: int) -> int:
+    """Return the largest width up to 128 whose number of heads is a multiple of n_kv_head."""
+    widths = range(min(_AttentionFields.d_k, d_model), 0, -1)
+    return next((d for d in widths if d_model % (d * n_kv_head) == 0), 1)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Head geometry: `n_kv_head` key/value heads, each serving `n_group` query heads."""
+
+    n_head: int
+    n_kv_head: int
+    d_k: int
+    d_v: int
+    is_gated: bool
+
+    @property
+    def n_group(self) -> int:
+        return self.n_head // self.n_kv_head
+
+    @property
+    def sharded(self) -> Literal["heads", "query heads", "value columns"]:
+        """What tensor parallelism shards: the first of the three that there are several of."""
+        if self.n_kv_head > 1:
+            return "heads"
+        return "query heads" if self.n_head > 1 else "value columns"
+
+    def shard(self, n: int) -> Heads:
+        """The geometry of one of n ranks; raises UserError if n does not divide it."""
+        what = self.sharded
+        width = {"heads": self.n_kv_head, "query heads": self.n_head, "value columns": self.d_v}
+        if width[what] % n:
+            raise UserError(
+                f"parallel.tp={n}: does not divide the {width[what]} {what} of this model; choose "
+                "a divisor"
+            )
+        if what == "value columns":
+            return replace(self, d_v=self.d_v // n)
+        n_kv_head = self.n_kv_head // n if what == "heads" else 1
+        return replace(self, n_head=self.n_head // n, n_kv_head=n_kv_head)
+
+
+@dataclass(frozen=True)
+class ModelConfig(_AttentionFields):
+    """Everything that determines the function a model computes, and its training."""
+
+    vocab_size: Width
+    """Vocabulary size."""
+    d_model: Width
+    """Width of the residual stream."""
+    n_layer: Depth
+    """Transformer layers; each is two gated attention units (shga) or attention + feed-forward."""
+    p_dropres: BelowOne = 0.0
+    """Dropout on every residual branch."""
+    p_droplyr: BelowOne = 0.0
+    """Probability of skipping a residual branch for a whole sequence (LayerDrop)."""
+    tie_embeddings: bool = False
+    """Share the token embeddings with the output projection; untied, it also has a bias."""
+    final_norm: bool = False
+    """Apply RMSNorm before the output projection."""
+    logit_scale: Real = 1.0
+    """Constant factor applied to the features before the output projection."""
+    absolute_positions: bool = False
+    """Add absolute sinusoids, times a trainable scalar, to the token embeddings."""
+    commit_coef: NotNegative = 1e-2
+    """Weight of the commitment loss in the training loss; 1e-4 in the paper."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "model")
+        if abs(self.logit_scale) < 1e-30:
+            raise UserError(f"model.logit_scale={self.logit_scale}: must not be 0")
+        if self.n_kv_head is not None and self.head_type != "gqa":
+            raise UserError(
+                f"model.n_kv_head={self.n_kv_head} is for model.head_type=gqa; leave it out"
+            )
+        try:
+            _ = self.layer  # checks the rest
+        except UserError as error:
+            names = "|".join(f.name for f in fields(self))
+            raise UserError(re.sub(rf"\b({names})\b", r"model.\1", str(error))) from None
+
+    @property
+    def layer(self) -> AttentionConfig:
+        """The attention of every layer."""
+        shared = {f.name: getattr(self, f.name) for f in fields(_AttentionFields)}
+        return AttentionConfig(self.d_model, **shared)
+
+    @property
+    def n_attention(self) -> int:
+        """Attention layers per transformer layer: two for SHGA, which has no feed-forward layer."""
+        return 2 if self.head_type == "shga" else 1
+
+    @property
+    def d_ff(self) -> int:
+        """Width of the feed-forward layer, 0 if there is none.
+
+        4 d_model for MHA and 5 d_model for MQA as in the paper; in between for GQA, so that models
+        of one width have about the same size.
+        """
+        heads = self.layer.heads
+        if heads.is_gated:
+            return 0
+        if self.head_type != "gqa":
+            return (4 if self.head_type == "mha" else 5) * self.d_model
+        saved = (heads.n_head - heads.n_kv_head) / max(heads.n_head - 1, 1)
+        return 4 * self.d_model + self.d_k * round(saved * heads.n_head)
+
+    @classmethod
+    def from_dict(cls, values: object) -> ModelConfig:
+        """Build a model config from its JSON form; raise UserError for anything else."""
+        return from_plain(cls, values, "model")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Training data."""
+
+    dataset: Dataset = "text"
+    """text: documents of any format (default: the sources of Python's standard library).
+    enwik8. pg19: books in PG-19's folders. imagenet64: ImageNet64 npz files. images: a folder of
+    images."""
+    path: tuple[str, ...] = ()
+    """Files, folders or patterns such as 'data/*.jsonl.gz'; - reads standard input, hf:NAME a
+    dataset from the Hugging Face Hub."""
+    validation_path: tuple[str, ...] = ()
+    """Text for validation. If given, no training text is used for it."""
+    test_path: tuple[str, ...] = ()
+    """Text for testing. If given, no training text is used for it."""
+    validation_share: BelowHalf = 0.05
+    """Share of the text for validation, unless --data.validation-path is given."""
+    test_share: BelowHalf = 0.05
+    """Share of the text for testing, unless --data.test-path is given."""
+    format: Format = "auto"
+    """Format of text files; auto recognizes it by the suffix of the name."""
+    text_field: str | None = None
+    """Field or column with the text; None uses "text", or the only field that holds text."""
+    tokenizer: str | None = None
+    """bytes; bpe: a vocabulary learned from the training text; or a file or folder: a SentencePiece
+    .model or a Hugging Face tokenizer. None uses bytes; pg19 has no default."""
+    end_of_document: bool = True
+    """Train on a token that ends each document, so that generation stops by itself. Text only."""
+    cache: str | None = None
+    """Folder for prepared corpora and downloads. None uses $XDG_CACHE_HOME/transformer_vq, by
+    default ~/.cache/transformer_vq."""
+
+    def __post_init__(self) -> None:
+        for name in ("path", "validation_path", "test_path"):
+            if isinstance(path := getattr(self, name), str):  # a single path may be a string
+                object.__setattr__(self, name, (path,))
+        check_fields(self, "data")
+        if self.dataset != "text":
+            self._reject_text_options()
+
+    def _reject_text_options(self) -> None:
+        """Raise UserError for options that other datasets would ignore."""
+        only_text = ["validation_path", "test_path", "validation_share", "test_share"]
+        only_text += ["format", "text_field"]
+        if self.has_images:
+            only_text.append("tokenizer")
+        for name in only_text:
+            value = getattr(self, name)
+            if value != getattr(DataConfig, name):
+                raise UserError(
+                    f"data.{name}={shown(value)}: data.dataset={self.dataset} does not use it; "
+                    "leave it out, or use --data.dataset text"
+                )
+        if len(self.path) > 1:
+            raise UserError(
+                f"data.dataset={self.dataset} is read from one --data.path, not {len(self.path)}"
+            )
+
+    @property
+    def cache_folder(self) -> str:
+        """The folder for prepared corpora and downloads; it may start with `~`."""
+        if self.cache is not None:
+            return self.cache
+        base = os.environ.get("XDG_CACHE_HOME", "")
+        # The XDG specification ignores relative paths.
+        return os.path.join(base if os.path.isabs(base) else "~/.cache", "transformer_vq")
+
+    @property
+    def has_images(self) -> bool:
+        """Whether tokens are pixels, not text."""
+        return self.dataset in ("imagenet64", "images")
+
+    @property
+    def ends_documents(self) -> bool:
+        """Whether an end-of-document token follows each document."""
+        return self.end_of_document and not self.has_images
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer with its default filled in: bytes, bpe or a path."""
+        return "bytes" if self.tokenizer is None else self.tokenizer
+
+
+# Fields that may change when a run is resumed without affecting its result: the data may move, and
+# logs, validations and checkpoints do not affect the training. The device, `compile`, `reduction`,
+# `checkpoint_activations` and the mesh affect rounding only.
+NEUTRAL_FIELDS = frozenset(
+    {
+        *("data.path", "data.validation_path", "data.test_path", "data.cache"),
+        *("train.device", "train.compile", "train.peak_tflops"),
+        *("train.reduction", "train.backend", "train.checkpoint_activations"),
+        *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
+        *("train.keep", "train.tensorboard", "train.wandb"),
+        *("parallel.dp", "parallel.fsdp", "parallel.cp", "parallel.tp"),
+    }
+)
+# Fields that may change when a run is resumed and change the training from that step on. RUN/
+# history.jsonl records them. `accumulate` also changes which dropout masks are drawn.
+RECORDED_FIELDS = frozenset(
+    {
+        *("optim.lr", "optim.lr_final_share", "optim.decay_share"),
+        *("optim.weight_decay", "optim.grad_clip"),
+        *("train.steps", "train.accumulate", "train.precision"),
+    }
+)
+FREE_FIELDS = NEUTRAL_FIELDS | RECORDED_FIELDS
+"""All fields that may change when a run is resumed."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """Optimizer settings; the defaults are those of the paper's small models."""
+
+    optimizer: OptimizerName = "adamw"
+    """AdamW; Adafactor with parameter-scaled steps; or Muon: orthogonalized momentum for hidden
+    matrices, AdamW for the rest."""
+    lr: Positive = 4e-4
+    """Peak learning rate."""
+    warmup: Annotated[int, Range(0, 2**40)] = 10_000
+    """Steps of linear warm-up from zero to the peak learning rate."""
+    schedule: Schedule = "cosine"
+    """After the warm-up: cosine decay until the last step, or wsd: stable, then decay at the end,
+    so that the run can be extended."""
+    decay_share: Fraction = 0.2
+    """Share of all steps, at the end, in which wsd decays the learning rate."""
+    lr_final_share: Fraction = 0.1
+    """Final learning rate as a fraction of the peak."""
+    weight_decay: BelowOne = 0.0
+    """Weight decay: fraction subtracted from each weight at every step, independent of the learning
+    rate."""
+    grad_clip: Positive | None = 0.1
+    """Maximum global gradient norm; None disables clipping."""
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.98)
+    """Decay rates of AdamW's first and second moments."""
+    eps: Positive = 1e-9
+    """AdamW's epsilon, added to the denominator."""
+    update_clip: Positive = 1.0
+    """Maximum root mean square of an Adafactor update."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "optim")
+        unused = ("betas", "eps") if self.optimizer == "adafactor" else ("update_clip",)
+        for name in unused:
+            if getattr(self, name) != getattr(OptimConfig, name):
+                raise UserError(
+                    f"optim.{name}={shown(getattr(self, name))}: optim.optimizer={self.optimizer} "
+                    "does not use it; leave it out"
+                )
+        if self.schedule != "wsd" and self.decay_share != OptimConfig.decay_share:
+            raise UserError(
+                f"optim.decay_share={shown(self.decay_share)}: optim.schedule={self.schedule} does "
+                "not use it; leave it out, or use --optim.schedule wsd"
+            )
+
+    def decay_start(self, n_steps: int) -> int:
+        """Return the number of steps before the learning rate starts to decay.
+
+        n_steps: total number of steps; with wsd, at least the last one belongs to the decay.
+        """
+        if self.schedule == "cosine":
+            return self.warmup
+        return n_steps - max(round(self.decay_share * n_steps), 1)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The training loop: batches, execution, logging, validation and checkpoints."""
+
+    steps: Count = 125_000
+    """Optimizer steps; each uses batch_size * backprop_len tokens."""
+    batch_size: Rows = 128
+    """Sequences per step."""
+    seq_len: Count = 8192
+    """Tokens per sequence; the state is carried from the first window to the last."""
+    backprop_len: Count = 2048
+    """Tokens per window of truncated backpropagation through time."""
+    weight_average: BelowOne = 0.0
+    """Decay of an exponential moving average of the weights, which is then validated and saved as
+    the best model; 0 disables it."""
+    accumulate: Annotated[int, Range(0, 2**24)] = 1
+    """Gradient accumulation: micro-batches per step; 0 chooses the fewest that fit in memory."""
+    precision: Precision = "fp32"
+    """fp32, or bf16 for matrix products; weights, codebooks, softmax and loss stay fp32."""
+    reduction: Reduction = "auto"
+    """How cache statistics are reduced across blocks; results agree up to rounding."""
+    backend: Backend = "auto"
+    """PyTorch operations (eager), or GPU kernels (triton), which need the extra `triton`."""
+    checkpoint_activations: bool = False
+    """Activation checkpointing: less memory, more time."""
+    compile: bool | None = None
+    """Use torch.compile: slow start, then faster steps; by default on GPUs only."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, ...; auto uses a GPU if available."""
+    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    """Random seed for initial weights, data order and dropout."""
+    init_from: str | None = None
+    """Fine-tune: initialize weights and codebooks from this run, model file or exported folder."""
+    peak_tflops: Positive | None = None
+    """Peak TFLOP/s of one device, for model FLOP utilization (MFU); by default the vendor's figure,
+    if it is known."""
+    log_every: Count = 1
+    """Steps between two rows in metrics.jsonl."""
+    eval_every: Count = 1000
+    """Steps between validations; the best model so far is kept."""
+    eval_tokens: Count = 1_000_000
+    """Validation tokens, taken from the start of the split."""
+    save_every: Count = 1000
+    """Steps between checkpoints; the last step is always saved."""
+    keep: Count = 2
+    """Number of newest checkpoints to keep; wsd also keeps the one before its decay."""
+    tensorboard: bool = False
+    """Also write TensorBoard event files to RUN/tensorboard."""
+    wandb: str | None = None
+    """Also log to this Weights & Biases project."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "train")
+        if self.seq_len % self.backprop_len:
+            raise UserError(
+                f"train.seq_len={self.seq_len} is not a multiple of "
+                f"train.backprop_len={self.backprop_len}; change one of them"
+            )
+        if self.accumulate and self.batch_size % self.accumulate:
+            raise UserError(
+                f"train.batch_size={self.batch_size} is not a multiple of "
+                f"train.accumulate={self.accumulate}; change one of them"
+            )
+        start = self.init_from
+        if start is not None and os.path.expanduser(start).startswith("~"):
+            raise UserError(
+                f"train.init_from={shown(start)}: home folder not found; give a full path"
+            )
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Process mesh under `torchrun`: dp x fsdp x cp x tp processes."""
+
+    dp: Annotated[int, Range(0, 2**20)] = 0
+    """Data parallel: a full model and its own sequences per rank; 0 uses all remaining ranks."""
+    fsdp: Processes = 1
+    """Sharded data parallel: weights and optimizer state are sharded across ranks."""
+    cp: Processes = 1
+    """Context parallel: each sequence is sharded across ranks."""
+    tp: Processes = 1
+    """Tensor parallel: the widths of every layer are sharded across ranks."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "parallel")
+
+    @property
+    def n_rows(self) -> int:
+        """Number of ranks that a batch is split across."""
+        return max(self.dp, 1) * self.fsdp
+
+    @property
+    def n_processes(self) -> int:
+        return self.n_rows * self.cp * self.tp
+
+    def fill(self, n_processes: int) -> ParallelConfig:
+        """Return this mesh with `dp` filled in; raise UserError if it does not fit n_processes."""
+        others = self.fsdp * self.cp * self.tp
+        filled = self if self.dp else replace(self, dp=max(n_processes // others, 1))
+        if filled.n_processes == n_processes:
+            return filled
+        asked = f"{filled.dp} x {self.fsdp} x {self.cp} x {self.tp} = {filled.n_processes}"
+        raise UserError(
+            f"parallel: dp x fsdp x cp x tp = {asked} processes requested, but {n_processes} are "
+            f"running; start with `torchrun --nproc-per-node {filled.n_processes} -m "
+            "transformer_vq ...`, or change --parallel.*"
+        )
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A training run; presets are run configs."""
+
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return asdict(self)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        start = self.optim.decay_start(self.train.steps)
+        if self.optim.warmup > start:
+            raise UserError(
+                f"optim.warmup={self.optim.warmup}: the decay of optim.schedule=wsd starts at step "
+                f"{start} of {self.train.steps}; use a shorter --optim.warmup, a smaller "
+                "--optim.decay-share or more --train.steps"
+            )
+
+    @classmethod
+    def from_dict(cls, values: object) -> RunConfig:
+        """Build a run config from its JSON form; raise UserError for anything else."""
+        return from_plain(cls, values)
+
+    def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """Return the fields that differ, as `section.field`, with both values."""
+        found = {}
+        for part in fields(self):
+            ours, theirs = getattr(self, part.name), getattr(other, part.name)
+            for name, value in asdict(ours).items():
+                if value != getattr(theirs, name):
+                    found[f"{part.name}.{name}"] = (value, getattr(theirs, name))
+        return found

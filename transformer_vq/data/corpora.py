@@ -1,0 +1,213 @@
+"""Datasets by name: what is read for each of them, and the download of enwik8."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+from urllib.error import URLError
+
+from transformer_vq.config import LEARNED, DataConfig
+from transformer_vq.data.images import find_imagenet64, find_images, image_edges
+from transformer_vq.data.paths import (
+    SPLITS,
+    DataError,
+    check_folder,
+    error_reason,
+    expand_user,
+    list_files,
+    path_kind,
+)
+from transformer_vq.data.text import Input, Piece, find_inputs, python_sources
+from transformer_vq.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
+from transformer_vq.files import CorruptFileError, file_digest
+from transformer_vq.progress import info, warn
+
+URL = "http://mattmahoney.net/dc/enwik8.zip"
+ZIP_SHA256 = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
+SIZE = 100_000_000
+EDGES = (90_000_000, 95_000_000)
+NAMES = ("enwik8", "enwik8.zip", "enwik8.xz", "enwik8.gz", "enwik8.bz2")
+DEFAULT_VOCAB_SIZE = 8_192
+
+
+class Readable(Protocol):
+    """One input file: the unit that an interrupted preparation resumes with."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def split(self) -> str | None:
+        """The split its documents belong to; None divides them by share."""
+        ...
+
+    def fingerprint(self, root: Path) -> list[object]:
+        """Return JSON values that change whenever the documents may change."""
+        ...
+
+    def read(self) -> Iterator[Piece]:
+        """Yield the documents in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a corpus is prepared from."""
+
+    dataset: str
+    inputs: list[Readable]
+    tokenizer: Tokenizer | None
+    """None if it is learned."""
+    vocab_size: int
+    ends_documents: bool = False
+    shares: tuple[float, float] = (0.05, 0.05)
+    """Of validation and test, for inputs without a split."""
+    has_images: bool = False
+
+    @property
+    def splits(self) -> list[str]:
+        """The splits that must not be empty."""
+        given = {item.split for item in self.inputs}
+        shares = dict(zip(SPLITS, (1.0, *self.shares), strict=True))
+        return [name for name in SPLITS if name in given or (None in given and shares[name] > 0)]
+
+    def find_edges(self, n_documents: int, n_bytes: int) -> tuple[int, int] | None:
+        """Return where validation and test start, in bytes, unless that is a matter of shares."""
+        if self.dataset == "images":
+            return image_edges(n_documents)
+        return EDGES if self.dataset == "enwik8" and n_bytes == SIZE else None
+
+    def check_size(self, n_bytes: int) -> None:
+        """Warn if enwik8 is not complete: it is then split in the same proportions."""
+        if self.dataset == "enwik8" and n_bytes != SIZE:
+            warn(
+                f"{self.inputs[0].path} has {n_bytes:,} bytes instead of the {SIZE:,} of enwik8: "
+                "results cannot be compared with published ones"
+            )
+
+    def fingerprint(self) -> list[object]:
+        """Return JSON values that change whenever the tokens may change."""
+        paths = [item.path for item in self.inputs if os.path.lexists(item.path)]
+        parents = [os.path.dirname(os.path.abspath(path)) for path in paths]
+        root = Path(os.path.commonpath(parents) if parents else "/")
+        inputs = [item.fingerprint(root) for item in self.inputs]
+        tokenizer: list[object] = ["bpe"]
+        if self.tokenizer is not None:
+            tokenizer = [self.tokenizer.sha256, self.tokenizer.bos, self.tokenizer.eod]
+        return [self.dataset, self.vocab_size, inputs, tokenizer, self.shares]
+
+
+def find_source(config: DataConfig, vocab_size: int | None) -> Source:
+    """Return what a config names.
+
+    vocab_size: of a vocabulary that must be learned; None uses 8,192.
+    """
+    path = expand_user(config.path[0], "--data.path") if config.path else None
+    name = config.dataset
+    if name == "text":
+        inputs, shares = _text_inputs(config)
+        return replace(_text_source(config, inputs, vocab_size), shares=shares)
+    if name == "enwik8":
+        file = _find_enwik8(path, expand_user(config.cache_folder, "--data.cache"))
+        return _text_source(config, [Input(str(file), "text")], vocab_size)
+    if path is None:
+        raise DataError(f"{name} is not downloaded automatically; give its folder as --data.path")
+    if name == "pg19":
+        return _text_source(config, _books(path), vocab_size)
+    images = find_imagenet64(path) if name == "imagenet64" else find_images(path)
+    return Source(name, list(images), ByteTokenizer(), 256, has_images=True)
+
+
+def _text_source(config: DataConfig, inputs: list[Input], vocab_size: int | None) -> Source:
+    name, ends = config.tokenizer_name, config.ends_documents
+    if config.tokenizer is None and config.dataset == "pg19":
+        raise DataError(
+            "pg19 needs a vocabulary; give a SentencePiece .model file as --data.tokenizer, or use "
+            "--data.tokenizer bpe"
+        )
+    tokenizer: Tokenizer | None
+    if name in LEARNED:
+        tokenizer, size = None, vocab_size or DEFAULT_VOCAB_SIZE
+    else:
+        path = expand_user(name, "--data.tokenizer")
+        tokenizer = ByteTokenizer(ends) if name == "bytes" else open_tokenizer(path, ends)
+        size = tokenizer.vocab_size
+    return Source(config.dataset, list(inputs), tokenizer, size, ends)
+
+
+def _text_inputs(config: DataConfig) -> tuple[list[Input], tuple[float, float]]:
+    """Return the files of all splits, and the shares of validation and test.
+
+    A share is 0 if a split has files of its own.
+    """
+    inputs = python_sources()
+    if config.path:
+        inputs = find_inputs(config.path, config.format, text_field=config.text_field)
+    for split in SPLITS[1:]:
+        if paths := getattr(config, f"{split}_path"):
+            option = f"--data.{split}-path"
+            inputs += find_inputs(paths, config.format, split, option, config.text_field)
+    given = {item.split for item in inputs}
+    validation, test = (
+        0.0 if split in given else getattr(config, f"{split}_share") for split in SPLITS[1:]
+    )
+    return inputs, (validation, test)
+
+
+def _books(root: Path) -> list[Input]:
+    """Return the books in the folder structure of PG-19: <split>/<id>.txt."""
+    fix = "--data.path must contain the books as train/, validation/ and test/<id>.txt"
+    check_folder(root, fix)
+    books: list[Input] = []
+    for split in SPLITS:
+        check_folder(root / split, fix)
+        found = list_files(root / split, recursive=False, wanted=lambda x: x.endswith(".txt"))
+        if not found:
+            raise DataError(f"{root / split} contains no books; {fix}")
+        books += [Input(str(file), "text", split, unix_newlines=True) for file in found]
+    return books
+
+
+def _find_enwik8(path: Path | None, cache: Path) -> Path:
+    if path is None:
+        file = _download_path(cache)
+        if not file.is_file():
+            raise DataError(
+                "enwik8 is not downloaded; run `tvq prepare enwik8` or give a file as --data.path"
+            )
+        return file
+    if path_kind(path, "--data.path must be enwik8 or enwik8.zip") == "file":
+        return path
+    found = [path / name for name in NAMES if (path / name).is_file()]
+    if not found:
+        raise DataError(f"{path} contains neither enwik8 nor enwik8.zip; give another --data.path")
+    return found[0]
+
+
+def _download_path(cache: Path) -> Path:
+    return cache / "downloads" / "enwik8.zip"
+
+
+def download(cache: Path, url: str = URL, sha256: str = ZIP_SHA256) -> Path:
+    """Download enwik8.zip to the cache and return its path; raise DataError if that fails.
+
+    Does nothing if an intact copy exists.
+    """
+    from torch.hub import download_url_to_file
+
+    target = _download_path(cache)
+    try:
+        if target.is_file() and file_digest(target) == sha256:
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        info(f"downloading {url}")
+        download_url_to_file(url, str(target), hash_prefix=sha256, progress=False)
+    except (OSError, URLError, RuntimeError, CorruptFileError) as error:
+        raise DataError(
+            f"cannot download {url}: {error_reason(error)}; run the command again, or give a local "
+            "file as --data.path"
+        ) from error
+    return target

@@ -1,0 +1,107 @@
+"""Files and folders that a user passes as data: checks, listings, and their error."""
+
+from __future__ import annotations
+
+import lzma
+import os
+import stat
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from transformer_vq.errors import UserError
+from transformer_vq.progress import warn
+
+SPLITS = ("train", "validation", "test")
+READ_ERRORS = (
+    *(OSError, EOFError, RuntimeError, ValueError, LookupError, ArithmeticError, MemoryError),
+    *(struct.error, lzma.LZMAError, zipfile.BadZipFile, zlib.error),
+)
+"""What Python's readers raise for corrupt or unsupported files. DataError is a ValueError, so catch
+it first."""
+
+
+class DataError(UserError):
+    """Data that is missing, unreadable or unsuitable; the message names the fix."""
+
+
+def error_reason(error: BaseException) -> str:
+    """Return why something failed, in one line."""
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(str(text).split())
+
+
+def expand_user(path: str, option: str) -> Path:
+    """Return a path with `~` expanded. option: the option that gave it, for the message."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise DataError(f"{option} {path}: unknown home folder; give a full path") from error
+
+
+def path_kind(path: Path, fix: str) -> Literal["file", "folder"]:
+    """Return what a path is. Raises DataError, ending with `fix`, for anything else.
+
+    Devices and pipes are rejected without opening them, because reading them may never end.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        problem = "is a broken symbolic link" if path.is_symlink() else "does not exist"
+        raise DataError(f"{path} {problem}; {fix}") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error_reason(error)}; {fix}") from error
+    if stat.S_ISREG(mode):
+        return "file"
+    if stat.S_ISDIR(mode):
+        return "folder"
+    raise DataError(f"{path} is neither a regular file nor a folder; {fix}")
+
+
+def check_folder(path: Path, fix: str) -> None:
+    """Raise DataError, ending with `fix`, unless a path is a folder."""
+    if path_kind(path, fix) != "folder":
+        raise DataError(f"{path} is not a folder; {fix}")
+
+
+def list_files(
+    folder: Path, recursive: bool = True, wanted: Callable[[str], bool] = lambda name: True
+) -> list[Path]:
+    """Return the regular files in a folder whose names are `wanted`, except hidden ones, sorted.
+
+    Warns about pipes, devices and links that are not followed. Raises DataError if a folder cannot
+    be listed, because its files would be missing silently.
+    """
+
+    def fail(error: OSError) -> None:
+        raise DataError(
+            f"cannot list the folder {error.filename}: {error_reason(error)}"
+        ) from error
+
+    found: list[Path] = []
+    skipped: list[Path] = []
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if recursive and not name.startswith(".")]
+        skipped += [Path(parent, name) for name in folders if os.path.islink(Path(parent, name))]
+        for name in names:
+            if not name.startswith(".") and wanted(name):
+                path = Path(parent, name)
+                (found if os.path.isfile(path) else skipped).append(path)
+    if skipped:
+        warn(
+            f"{len(skipped):,} entries of {folder} are skipped, because they are links to folders "
+            f"or not regular files, for example {min(skipped)}"
+        )
+    return sorted(found, key=os.fsencode)
+
+
+def file_fingerprint(path: Path, root: Path) -> list[object]:
+    """Return the path below `root`, the size and the modification time of a file."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error_reason(error)}") from error
+    return [os.path.relpath(path, root), status.st_size, status.st_mtime_ns]

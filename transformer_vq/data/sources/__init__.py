@@ -1,1 +1,0 @@
-"""Data sources: one file per dataset format, all with the interface of `base.Source`."""

@@ -8,7 +8,7 @@ from transformer_vq.generation.prefill import prefill
 from transformer_vq.generation.text import sample_text
 from transformer_vq.serve.engine import Engine
 from transformer_vq.serve.prefixes import PrefixStore
-from transformer_vq.serve.requests import NewToken, Request
+from transformer_vq.serve.requests import Request
 
 TOKENIZER = ByteTokenizer(end_of_document=True)
 MEGABYTE = 2**20
@@ -35,7 +35,6 @@ def solo(model, request):
         request.sampling,
         seed=request.seed,
         stop=request.stop,
-        stop_at_end=request.stop_at_end,
     )[-1:]
     return found.text
 
@@ -51,10 +50,10 @@ def collect(engine, *requests):
 
 
 def text_of(events):
-    """The whole text, which the events before the last also give bit by bit."""
-    *others, last = events
-    assert "".join(e.text for e in others if isinstance(e, NewToken)) + last.rest == last.text
-    return last.text
+    """The whole text, which the events also give bit by bit."""
+    end = events[-1].end
+    assert "".join(event.text for event in events) == end.text
+    return end.text
 
 
 def many_requests():

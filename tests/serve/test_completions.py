@@ -190,7 +190,7 @@ def test_chat_without_a_template_is_a_clear_error(client):
         ({"stop": ""}, 400, "stop.0: "),
         ({"stop": ["x"] * 17}, 400, "at most 16"),
         ({"logprobs": 21}, 400, "logprobs"),
-        ({"suffix": "x"}, 400, "suffix is not supported"),
+        ({"suffix": "x"}, 400, "suffix: is not a known field"),
         ({"presence_penalty": 1.0}, 400, "presence_penalty is not supported"),
         ({"stream_options": {"include_usage": True}}, 400, "stream is not true"),
         ({"max_token": 5}, 400, "max_token: is not a known field"),

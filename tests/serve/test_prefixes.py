@@ -17,7 +17,7 @@ def test_a_prompt_is_not_read_twice(model):
     assert engine.counters.prompt_tokens <= 2 * 70
     n_before = engine.counters.prompt_tokens
     (third,) = collect(engine, Request(a_prompt(70), 4, seed=1))
-    assert third[-1].n_cached == 70
+    assert third[-1].end.n_cached == 70
     assert engine.counters.prompt_tokens == n_before
     assert text_of(third) == text_of(first)
 
@@ -28,7 +28,7 @@ def test_prompts_with_the_same_beginning_share_it(model, n_shared, n_cached):
     collect(engine, Request(a_prompt(75), 1))
     request = Request([*a_prompt(75)[:n_shared], *a_prompt(30, seed=9)], 8, seed=2)
     (events,) = collect(engine, request)
-    assert events[-1].n_cached == n_cached
+    assert events[-1].end.n_cached == n_cached
     assert text_of(events) == solo(model, request)
 
 
@@ -38,8 +38,8 @@ def test_a_reused_prefix_changes_no_bit(model):
     collect(engine, Request(a_prompt(75), 1))
     prompt = [*a_prompt(75)[:64], *a_prompt(30, seed=9)]
     (events,) = collect(engine, Request(prompt, 0))
-    got, want = events[-1].context, prefill(model, [prompt])
-    assert events[-1].n_cached == 64
+    got, want = events[-1].end.context, prefill(model, [prompt])
+    assert events[-1].end.n_cached == 64
     assert torch.equal(got.logits, want.logits)
     for name, x in want.state.to_tensors().items():
         assert torch.equal(got.state.to_tensors()[name], x), name
@@ -61,6 +61,6 @@ def test_text_continues_a_context(model):
         (events,) = collect(engine, request)
         assert text_of(events) == solo(model, request)
         (again,) = collect(engine, request)
-        assert again[-1].n_cached == len(prompt)
+        assert again[-1].end.n_cached == len(prompt)
         other = Request(prompt, 9, seed=5, start=Start(document, b"other"))
-        assert collect(engine, other)[0][-1].n_cached == 0
+        assert collect(engine, other)[0][-1].end.n_cached == 0

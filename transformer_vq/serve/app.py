@@ -1,35 +1,47 @@
-"""The HTTP application: all routes, errors, metrics, and the page."""
+"""The HTTP application: errors, information, metrics, contexts, inspection, and the page."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, BinaryIO
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
 
 from transformer_vq.errors import UserError
 from transformer_vq.generation.inspection import inspect_tokens
 from transformer_vq.serve.completions import completions_router, token_name
-from transformer_vq.serve.contexts import contexts_router
 from transformer_vq.serve.engine import EngineStoppedError, QueueFullError
-from transformer_vq.serve.guard import OTHER_VALUES, BodyRoute, Guard
-from transformer_vq.serve.schema import MAX_INSPECTED, APIError, InspectBody, invalid_field
+from transformer_vq.serve.guard import OTHER_VALUES, BodyRequest, BodyRoute, Guard
+from transformer_vq.serve.prompts import PromptReader
+from transformer_vq.serve.schema import (
+    MAX_NAME,
+    APIError,
+    ContextBody,
+    GenerationBody,
+    InspectBody,
+    invalid_field,
+)
 from transformer_vq.serve.service import Service, check_connected
 
 PAGE = Path(__file__).parent / "page"
-MAX_CHARACTERS = 64 * MAX_INSPECTED  # longer texts are rejected before they are encoded
+SNAPSHOT_TYPES = ("application/octet-stream", "application/x-safetensors")
+CHUNK_BYTES = 2**18  # of a download
+MAX_INSPECTED = 4096  # tokens
 MAX_INSPECTIONS = 8  # being computed or waiting
 
 
@@ -53,57 +65,43 @@ def create_app(service: Service, hosts: frozenset[str] | None = None) -> FastAPI
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.add_middleware(
-        Guard,
-        api_key=service.api_key,
-        max_bytes=service.limits.body_bytes,
-        max_values=service.limits.prompt_tokens + OTHER_VALUES,
-        hosts=hosts,
-    )
+    limits = service.limits
+    app.state.max_values = limits.prompt_tokens + OTHER_VALUES
+    app.add_middleware(Guard, api_key=service.api_key, max_bytes=limits.body_bytes, hosts=hosts)
     accepted = ["*"] if hosts is None else sorted(hosts)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=accepted, www_redirect=False)
-    _add_error_handlers(app)
+    for kind in (HTTPException, RequestValidationError, Exception, *ANSWERS):
+        app.add_exception_handler(kind, handle_error)
     for router in (information_router, completions_router, contexts_router, inspection_router):
         app.include_router(router(service))
     app.mount("/page", StaticFiles(directory=PAGE), name="page")
     return app
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+ANSWERS: dict[type[Exception], tuple[int, str | None, str]] = {
+    UserError: (400, None, "{}"),
+    ClientDisconnect: (400, None, "the client disconnected"),
+    QueueFullError: (429, "queue_full", "the server is busy: {}; try again later"),
+    EngineStoppedError: (503, "shutting_down", "{}"),
+    Exception: (500, None, "internal error; the log of the server has details"),
+}
+"""Status, code and message for errors of the library."""
+
+
+async def handle_error(request: Request, error: Exception) -> JSONResponse:
     """Answer every error with the same kind of JSON object."""
-
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        if first["type"] == "json_invalid":
-            return APIError(400, "the body is not valid JSON").response()
-        return invalid_field(first).response()
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        message = str(error.detail)
-        if error.status_code == 404:
+    match error:
+        case APIError():
+            return error.response()
+        case RequestValidationError():
+            return invalid_field(error.errors()[0]).response()
+        case HTTPException(status_code=404):
             message = f"{request.method} {request.scope['path']} does not exist; see /openapi.json"
-        return APIError(error.status_code, message).response()
-
-    def answer(error: Exception) -> APIError:
-        match error:
-            case APIError():
-                return error
-            case UserError():
-                return APIError(400, str(error))
-            case QueueFullError():
-                message = f"the server is busy: {error}; try again later"
-                return APIError(429, message, code="queue_full")
-            case EngineStoppedError():
-                return APIError(503, str(error), code="shutting_down")
-        return APIError(500, "internal error; the log of the server has details")
-
-    async def handle(request: Request, error: Exception) -> JSONResponse:
-        return answer(error).response()
-
-    for kind in (APIError, UserError, QueueFullError, EngineStoppedError, Exception):
-        app.add_exception_handler(kind, handle)
+            return APIError(404, message).response()
+        case HTTPException():
+            return APIError(error.status_code, str(error.detail)).response()
+    status, code, message = next(ANSWERS[kind] for kind in ANSWERS if isinstance(error, kind))
+    return APIError(status, message.format(error), code=code).response()
 
 
 def information_router(service: Service) -> APIRouter:
@@ -200,11 +198,105 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily(name, text, value)
 
 
+def contexts_router(service: Service) -> APIRouter:
+    """Return the routes of /v1/contexts."""
+    router = APIRouter(prefix="/v1/contexts", tags=["contexts"], route_class=BodyRoute)
+    store = service.contexts
+
+    async def add_document(
+        body: ContextBody, client: Request, parent: str | None
+    ) -> dict[str, Any]:
+        """Prefill a document, after that of a parent if given; store its context."""
+        reader = await PromptReader.open(service, client, parent)
+        tokens = await reader.document(body.text or "", body.tokens)
+        requests = service.requests(GenerationBody(max_tokens=0), tokens, reader.start)
+        (*_, (_, last)) = [event async for event in service.events(requests, client)]
+        assert last.end is not None
+        assert last.end.context is not None
+        n_tokens = len(tokens) + (0 if reader.start is None else reader.start.n_tokens)
+        add = partial(store.add, last.end.context, n_tokens, body.name, parent)
+        return (await run_in_threadpool(add)).plain()
+
+    # Functions that are not async run in a thread, so that slow disks do not delay other requests.
+
+    @router.get("")
+    def list_contexts() -> dict[str, Any]:
+        """List all stored contexts, the newest first."""
+        return {"object": "list", "data": [entry.plain() for entry in store.list()]}
+
+    @router.post("", status_code=201)
+    async def create_context(
+        client: BodyRequest, name: Annotated[str, Query(max_length=MAX_NAME)] = ""
+    ) -> dict[str, Any]:
+        """Prefill a document and store the context after it.
+
+        The body is JSON with `text` or `tokens`, plain text (text/plain), or a context that was
+        downloaded before (application/octet-stream).
+        """
+        kind = client.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind in SNAPSHOT_TYPES:
+            content = await client.body()
+            return (await run_in_threadpool(store.upload, content, name)).plain()
+        if kind != "text/plain":
+            body = await client.parsed(ContextBody.model_validate_json)
+            return await add_document(body, client, None)
+        try:
+            text = (await client.body()).decode()
+        except UnicodeDecodeError:
+            raise APIError(400, "the document is not valid UTF-8") from None
+        return await add_document(ContextBody(text=text, name=name), client, None)
+
+    @router.get("/{context}")
+    async def get_context(context: str) -> dict[str, Any]:
+        """Describe a stored context."""
+        return store.get(context).plain()
+
+    @router.post("/{context}/branch", status_code=201)
+    async def branch_context(context: str, body: ContextBody, client: Request) -> dict[str, Any]:
+        """Append text to a context and store the result as another one."""
+        return await add_document(body, client, context)
+
+    @router.get("/{context}/content", response_class=StreamingResponse)
+    def download_context(context: str) -> StreamingResponse:
+        """Download a context as a safetensors file, for `load_context` or another server."""
+        file = store.content(context)
+        headers = {
+            "Content-Length": str(os.fstat(file.fileno()).st_size),
+            "Content-Disposition": f'attachment; filename="{context}.safetensors"',
+        }
+        return StreamingResponse(_chunks(file), headers=headers, media_type=SNAPSHOT_TYPES[0])
+
+    @router.delete("/{context}")
+    def delete_context(context: str) -> dict[str, Any]:
+        """Delete a stored context."""
+        store.delete(context)
+        return {"id": context, "object": "context", "deleted": True}
+
+    return router
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+
+
 def inspection_router(service: Service) -> APIRouter:
     """Return the route /v1/inspect: one inspection at a time, and a short queue."""
     router = APIRouter(tags=["information"], route_class=BodyRoute)
     turn = asyncio.Lock()
     n_requests = 0
+
+    async def work(body: InspectBody, client: Request) -> dict[str, Any]:
+        reader = await PromptReader.open(service, client, body.context, MAX_INSPECTED)
+        tokens = await reader.document(body.text, body.tokens)
+        inspect = partial(inspect_tokens, service.engine.model, tokens, n_codes=body.n_codes)
+        context = None if reader.start is None else reader.start.context
+        # Not in the thread pool of all other requests.
+        found = await asyncio.to_thread(lambda: inspect(context=context).to_dict())
+        names = [token_name(service.tokenizer, token) for token in tokens]
+        position = 0 if reader.start is None else reader.start.n_tokens
+        return {"position": position, "tokens": tokens, "texts": names} | found
 
     @router.post("/v1/inspect")
     async def inspect(body: InspectBody, client: Request) -> dict[str, Any]:
@@ -216,30 +308,8 @@ def inspection_router(service: Service) -> APIRouter:
         try:
             async with turn:
                 await check_connected(client)
-                return await _inspect(service, body, client)
+                return await work(body, client)
         finally:
             n_requests -= 1
 
     return router
-
-
-async def _inspect(service: Service, body: InspectBody, client: Request) -> dict[str, Any]:
-    def check_size(size: int, unit: str, limit: int) -> None:
-        if size > limit:
-            message = f"the text has {size:,} {unit}; at most {limit:,} are shown"
-            raise APIError(413, message, "text")
-
-    start = await service.open_context(body.context)
-    check_size(len(body.text), "characters", MAX_CHARACTERS)
-    tokens = await service.tokens_of(body.text, body.tokens, client, start)
-    check_size(len(tokens), "tokens", MAX_INSPECTED)
-
-    def work() -> dict[str, Any]:
-        context = None if start is None else start.context
-        found = inspect_tokens(service.engine.model, tokens, context=context, n_codes=body.n_codes)
-        return found.to_dict()
-
-    found = await asyncio.to_thread(work)  # not in the thread pool of all other requests
-    names = [token_name(service.tokenizer, token) for token in tokens]
-    position = 0 if start is None else start.n_tokens
-    return {"position": position, "tokens": tokens, "texts": names} | found

@@ -1,4 +1,4 @@
-"""Contexts of documents that were prefilled once: their store, and the routes of /v1/contexts.
+"""The store of contexts: documents that were prefilled once.
 
 Ids are random and known to the store, so nothing that a client sends becomes a path. Files are
 written atomically: a server that is killed loses no context whose id it has returned. Only one
@@ -7,7 +7,6 @@ process may use a folder; `tvq serve` locks it.
 
 from __future__ import annotations
 
-import os
 import secrets
 import threading
 from collections.abc import Iterator
@@ -15,33 +14,17 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import Any, BinaryIO
 
-from fastapi import APIRouter, Query
-from fastapi import Request as HTTPRequest
-from fastapi.concurrency import run_in_threadpool
-from fastapi.responses import StreamingResponse
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 
 from transformer_vq.files import make_private_folder, partial_path, remove_partial_files
 from transformer_vq.generation.prefill import Context
 from transformer_vq.generation.snapshot import SnapshotError, Snapshots
-from transformer_vq.serve.guard import SNAPSHOT_TYPES, BodyRoute, media_type
-from transformer_vq.serve.requests import Finished, Start
-from transformer_vq.serve.schema import (
-    MAX_NAME,
-    APIError,
-    ContextBody,
-    GenerationBody,
-    invalid_field,
-)
-
-if TYPE_CHECKING:
-    from transformer_vq.serve.service import Service
+from transformer_vq.serve.requests import Start
+from transformer_vq.serve.schema import APIError
 
 IN_MEMORY = 8  # contexts that stay loaded
-CHUNK_BYTES = 2**18  # of a download
 
 
 @dataclass(frozen=True)
@@ -185,96 +168,3 @@ def _read_entry(path: Path) -> StoredContext | None:
         )
     except (SafetensorError, OSError, KeyError, ValueError):
         return None
-
-
-def contexts_router(service: Service) -> APIRouter:
-    """Return the routes."""
-    router = APIRouter(prefix="/v1/contexts", tags=["contexts"], route_class=BodyRoute)
-
-    # Functions that are not async run in a thread, so that slow disks do not delay other requests.
-
-    @router.get("")
-    def list_contexts() -> dict[str, Any]:
-        """List all stored contexts, the newest first."""
-        data = [entry.plain() for entry in service.contexts.list()]
-        return {"object": "list", "data": data}
-
-    @router.post("", status_code=201)
-    async def create_context(
-        client: HTTPRequest, name: Annotated[str, Query(max_length=MAX_NAME)] = ""
-    ) -> dict[str, Any]:
-        """Prefill a document and store the context after it.
-
-        The body is JSON with `text` or `tokens`, plain text (text/plain), or a context that was
-        downloaded before (application/octet-stream).
-        """
-        kind = media_type(client.headers)
-        content = await client.body()
-        if kind in SNAPSHOT_TYPES:
-            return (await run_in_threadpool(service.contexts.upload, content, name)).plain()
-        body = await run_in_threadpool(parse_body, content, name if kind == "text/plain" else None)
-        return await _store_document(service, body, client)
-
-    @router.get("/{context}")
-    async def get_context(context: str) -> dict[str, Any]:
-        """Describe a stored context."""
-        return service.contexts.get(context).plain()
-
-    @router.post("/{context}/branch", status_code=201)
-    async def branch_context(
-        context: str, body: ContextBody, client: HTTPRequest
-    ) -> dict[str, Any]:
-        """Append text to a context and store the result as another one."""
-        return await _store_document(service, body, client, parent=context)
-
-    @router.get("/{context}/content", response_class=StreamingResponse)
-    def download_context(context: str) -> StreamingResponse:
-        """Download a context as a safetensors file, for `load_context` or another server."""
-        file = service.contexts.content(context)
-        headers = {
-            "Content-Length": str(os.fstat(file.fileno()).st_size),
-            "Content-Disposition": f'attachment; filename="{context}.safetensors"',
-        }
-        return StreamingResponse(_chunks(file), headers=headers, media_type=SNAPSHOT_TYPES[0])
-
-    @router.delete("/{context}")
-    def delete_context(context: str) -> dict[str, Any]:
-        """Delete a stored context."""
-        service.contexts.delete(context)
-        return {"id": context, "object": "context", "deleted": True}
-
-    return router
-
-
-def _chunks(file: BinaryIO) -> Iterator[bytes]:
-    with file:
-        while chunk := file.read(CHUNK_BYTES):
-            yield chunk
-
-
-def parse_body(content: bytes, name_of_text: str | None = None) -> ContextBody:
-    """Return a JSON body, or a plain text with its name; raise APIError if it is invalid."""
-    try:
-        if name_of_text is not None:
-            return ContextBody(text=content.decode(), name=name_of_text)
-        return ContextBody.model_validate_json(content)
-    except UnicodeDecodeError:
-        raise APIError(400, "the document is not valid UTF-8") from None
-    except ValidationError as error:
-        raise invalid_field(error.errors()[0]) from None
-
-
-async def _store_document(
-    service: Service, body: ContextBody, client: HTTPRequest, parent: str | None = None
-) -> dict[str, Any]:
-    """Prefill a document, after that of a parent if given; store its context and describe it."""
-    start = await service.open_context(parent)
-    tokens = await service.tokens_of(body.text or "", body.tokens, client, start)
-    requests = service.requests(GenerationBody(max_tokens=0), tokens, start)
-    async with service.events(requests, client) as events:
-        (*_, (_, end)) = [event async for event in events]
-    assert isinstance(end, Finished)
-    assert end.context is not None
-    n_tokens = len(tokens) + (0 if start is None else start.n_tokens)
-    add = partial(service.contexts.add, end.context, n_tokens, body.name, parent)
-    return (await run_in_threadpool(add)).plain()

@@ -46,11 +46,10 @@ class EngineStoppedError(RuntimeError):
     """The engine accepts no more requests."""
 
 
-def _histogram(name: str, text: str, longest: int) -> Histogram:
-    """Return a histogram of seconds, with bounds up to the longest time."""
+def _histogram(name: str, text: str) -> Histogram:
+    """Return a histogram of seconds, from a millisecond to ten minutes."""
     bounds = [x * 10.0**e for e in range(-3, 3) for x in (1, 2, 5)]
-    buckets = [bound for bound in bounds if bound <= longest]
-    return Histogram(f"tvq_{name}_seconds", text, registry=None, buckets=buckets)
+    return Histogram(f"tvq_{name}_seconds", text, registry=None, buckets=bounds)
 
 
 class Counters:
@@ -62,16 +61,10 @@ class Counters:
         """Tokens of prompts and stored contexts that were not processed again."""
         self.finished: dict[str, int] = {}
         """Number of requests by reason."""
-        self.queue_wait = _histogram("queue_wait", "Time that a text waits for a slot.", 5)
-        self.first_token = _histogram(
-            "time_to_first_token", "Time from arrival to the first token.", 500
-        )
-        self.next_token = _histogram(
-            "time_per_output_token", "Time between two tokens of a text.", 5
-        )
-        self.duration = _histogram(
-            "request_duration", "Time from arrival to the end of a text.", 500
-        )
+        self.queue_wait = _histogram("queue_wait", "Time that a text waits for a slot.")
+        self.first_token = _histogram("time_to_first_token", "From arrival to the first token.")
+        self.next_token = _histogram("time_per_output_token", "Between two tokens of a text.")
+        self.duration = _histogram("request_duration", "From arrival to the end of a text.")
 
 
 def check_servable(model: TransformerVQ) -> None:
@@ -167,13 +160,13 @@ class Engine:
         self._wake.set()
         return found
 
-    def generate(self, request: Request) -> tuple[str, Finished]:
-        """Return the text of one request and its last event; the engine must be running."""
+    def generate(self, request: Request) -> Finished:
+        """Return the text of one request, and how it ended; the engine must be running."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.submit(request, events.put)
-        while not isinstance(event := events.get(), Finished):
+        while (end := events.get().end) is None:
             pass
-        return event.text, event
+        return end
 
     # The thread
 
@@ -279,11 +272,12 @@ class Engine:
             with self._lock:
                 self._prefilling.rotate(-1)
             return
-        slot = self._slots.index(None)
         generation.start_decoding()
         if generation.request.max_new_tokens == 0:
             generation.finish("length")
             return
+        slot = self._slots.index(None)
+        assert generation.context is not None
         self._decoder.write_row_(slot, generation.context.state)
         self._logits[slot] = generation.context.logits[0]
         with self._lock:

@@ -1,7 +1,7 @@
-"""What is checked before a request reaches a route: its origin, the key, and its size.
+"""What is checked before a request reaches a route: its origin, the key, and its body.
 
-Starlette's TrustedHostMiddleware checks the host before. Its CORSMiddleware does not reject
-requests: it keeps other sites from reading responses, not from sending requests.
+Starlette's TrustedHostMiddleware checks the host before. Its CORSMiddleware keeps other sites from
+reading responses, not from sending requests, and its limit for bodies does not answer with JSON.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from transformer_vq.serve.schema import APIError
+from transformer_vq.serve.schema import APIError, invalid_field
 
+T = TypeVar("T")
 OPEN_PATHS = ("/", "/health", "/favicon.ico", "/openapi.json")
 """Paths that need no key: the page, the schema, and a check whether the server runs."""
 OPEN_PREFIX = "/page/"
@@ -36,7 +37,6 @@ LARGE = 1 << 16
 """Bytes above which a body is parsed on another thread, so that others can go on."""
 OTHER_VALUES = 100_000
 """Values that a body may have besides the tokens of a prompt."""
-SNAPSHOT_TYPES = ("application/octet-stream", "application/x-safetensors")
 HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -54,15 +54,9 @@ class Guard:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        api_key: str | None,
-        max_bytes: int,
-        max_values: int,
-        hosts: frozenset[str] | None,
+        self, app: ASGIApp, api_key: str | None, max_bytes: int, hosts: frozenset[str] | None
     ) -> None:
-        self._app, self._api_key = app, api_key
-        self._max_bytes, self._max_values = max_bytes, max_values
+        self._app, self._api_key, self._max_bytes = app, api_key, max_bytes
         # A proxy may pass another host name than the one in the address of the page.
         self._origins = {name for name in hosts or () if not is_local(name)}
         self._held = 0
@@ -72,64 +66,48 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        try:
-            self._check(scope["path"], headers)
-        except APIError as error:
-            await error.response()(scope, receive, send)
-            return
-        n_bytes = n_values = 0
-        is_json = media_type(headers) not in ("text/plain", *SNAPSHOT_TYPES)
-        rejection: APIError | None = None
+        n_bytes = 0
 
         async def counted() -> Message:
-            nonlocal n_bytes, n_values, rejection
+            nonlocal n_bytes
             message = await receive()
-            body = message.get("body", b"")
-            n_new = len(body)
+            n_new = len(message.get("body", b""))
             n_bytes += n_new
             self._held += n_new
             if n_bytes > self._max_bytes:
-                rejection = self._too_large()
-            # All values but the first of a list or object follow a comma, so the commas bound the
-            # memory of the values, which can be 30 times that of the body.
-            elif is_json and (n_values := n_values + body.count(b",")) > self._max_values:
-                text = f"the body has more than {self._max_values:,} commas; send less"
-                rejection = APIError(413, text)
-            elif n_new and self._held > BODIES * self._max_bytes:
-                rejection = APIError(503, "the server is busy with large requests; try again later")
-            # What is rejected is not read further; the route sees an interrupted request.
-            return message if rejection is None else {"type": "http.disconnect"}
+                raise self._too_large()
+            if n_new and self._held > BODIES * self._max_bytes:
+                raise APIError(503, "the server is busy with large requests; try again later")
+            return message
 
-        async def checked(message: Message) -> None:
-            if rejection is not None:
-                return
+        async def extended(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message["headers"], *HEADERS]}
             await send(message)
 
         try:
-            with suppress(ClientDisconnect):
-                await self._app(scope, counted, checked)
+            error = self._error(scope["path"], Headers(scope=scope))
+            app = self._app if error is None else error.response()
+            await app(scope, counted, extended)
         finally:
             self._held -= n_bytes
-        if rejection is not None:
-            await rejection.response()(scope, receive, send)
 
-    def _check(self, path: str, headers: Headers) -> None:
+    def _error(self, path: str, headers: Headers) -> APIError | None:
+        """Return why a request is rejected, if it is."""
         origin = headers.get("origin")
         if origin is not None and not self._is_own(origin, headers.get("host", "")):
-            raise APIError(403, f"requests from {origin!r:.80} are not accepted")
+            return APIError(403, f"requests from {origin!r:.80} are not accepted")
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length) > self._max_bytes:
-            raise self._too_large()
-        is_open = path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
-        if self._api_key is not None and not is_open:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            is_equal = secrets.compare_digest(given.strip().encode(), self._api_key.encode())
-            if scheme.lower() != "bearer" or not is_equal:
-                message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
-                raise APIError(401, message, code="invalid_api_key")
+            return self._too_large()
+        if self._api_key is None or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
+            return None
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        is_equal = secrets.compare_digest(given.strip().encode(), self._api_key.encode())
+        if scheme.lower() == "bearer" and is_equal:
+            return None
+        message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
+        return APIError(401, message, code="invalid_api_key")
 
     def _is_own(self, origin: str, host: str) -> bool:
         """Return whether an origin is that of this server."""
@@ -142,11 +120,6 @@ class Guard:
     def _too_large(self) -> APIError:
         message = f"the request is larger than {self._max_bytes:,} bytes"
         return APIError(413, message, code="request_too_large")
-
-
-def media_type(headers: Headers) -> str:
-    """Return the type of the body, without parameters."""
-    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def host_name(host: str) -> str | None:
@@ -164,13 +137,28 @@ def is_local(name: str) -> bool:
 
 
 class BodyRequest(Request):
-    """A request whose JSON body is parsed on another thread if it is large."""
+    """A request whose JSON body is limited, and parsed on another thread if it is large."""
 
     async def json(self) -> Any:
-        content = await self.body()
-        if len(content) > LARGE:
-            return await run_in_threadpool(json.loads, content)
-        return json.loads(content)
+        return await self.parsed(json.loads)
+
+    async def parsed(self, parse: Callable[[bytes], T]) -> T:
+        """Return what a function makes of the body; raise APIError if it is invalid."""
+        content, limit = await self.body(), self.app.state.max_values
+
+        def work() -> T:
+            # All values but the first of a list or object follow a comma, so the commas bound the
+            # memory of the values, which can be 30 times that of the body.
+            if content.count(b",") > limit:
+                raise APIError(413, f"the body has more than {limit:,} commas; send less")
+            try:
+                return parse(content)
+            except ValidationError as error:
+                raise invalid_field(error.errors()[0]) from None
+            except (ValueError, RecursionError):
+                raise APIError(400, "the body is not valid JSON") from None
+
+        return await run_in_threadpool(work) if len(content) > LARGE else work()
 
 
 class BodyRoute(APIRoute):

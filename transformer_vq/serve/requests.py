@@ -1,9 +1,8 @@
-"""A request to the engine: what it asks for, its events, and how far it is."""
+"""A request to the engine: what it asks for, its events, and its way through the engine."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -53,8 +52,6 @@ class Request:
     """Number of this text among the samples of a prompt; they share the seed."""
     stop: tuple[str, ...] = ()
     """Strings that end the text; they are not part of it."""
-    stop_at_end: bool = True
-    """Whether the end-of-document token ends the text."""
     n_logprobs: int | None = None
     """Report the log probability of each token, and this many of the most likely ones."""
     scores_prompt: bool = False
@@ -74,33 +71,12 @@ class TokenScore:
 
 
 @dataclass(frozen=True)
-class Prefilled:
-    """Event: the prompt is processed and the first token follows.
-
-    scores: one entry per token of the prompt, None for the first, if they were asked for.
-    """
-
-    scores: tuple[TokenScore | None, ...] = ()
-
-
-@dataclass(frozen=True)
-class NewToken:
-    """Event: a token, and the text that is final with it."""
-
-    token: int
-    text: str
-    score: TokenScore | None = None
-
-
-@dataclass(frozen=True)
 class Finished:
-    """Event: the last one of every request."""
+    """How a request ended."""
 
     reason: Reason
     text: str
     """The whole text."""
-    rest: str
-    """Its end, which was held back as the possible start of a stop string."""
     n_prompt: int
     n_cached: int
     """Tokens of the prompt that were not processed again."""
@@ -109,7 +85,17 @@ class Finished:
     error: str | None = None
 
 
-Event = Prefilled | NewToken | Finished
+@dataclass(frozen=True)
+class Event:
+    """What is new: first that the prompt is processed, then one event per token, then the end."""
+
+    text: str = ""
+    """Text that is final now. What may be the start of a stop string is held back."""
+    scores: tuple[TokenScore | None, ...] = ()
+    """Log probabilities, if they were asked for; None for the first token of a prompt."""
+    end: Finished | None = None
+
+
 Notify = Callable[[Event], None]
 """Receives the events of a request, on the thread of the engine; it must not block."""
 
@@ -117,45 +103,33 @@ Notify = Callable[[Event], None]
 class Generation:
     """A request on its way through the engine: waiting, prefill, decoding, finished.
 
-    Only the engine's thread calls its methods, except `cancel` and `is_cancelled`.
+    Only the engine's thread calls its methods, except `cancel`.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, notify: Notify) -> None:
         self.request = request
         self._notify = notify
         self._text = TextStream(tokenizer, request.stop)
-        has_end = request.stop_at_end and tokenizer.eod is not None
-        self._stop_token = tokenizer.eod if has_end else None
+        self._eod = tokenizer.eod
         self._rng = np.random.default_rng([request.seed, request.sample])
-        self._cancelled = threading.Event()
         self.submitted = time.monotonic()
         self.last_token: float | None = None
         """Time of the last token, if there was one."""
+        self.is_cancelled = False
         self.reason: Reason | None = None
-        self.n_cached = 0
-        self.n_new = 0
-        self._n_prefilled = 0
+        self.n_cached = self.n_new = self._n_prefilled = 0
         self._digests: dict[int, bytes] | None = None
         self._scores: list[TokenScore | None] = []
-        self._context = None if request.start is None else request.start.context
+        self.context = None if request.start is None else request.start.context
+        """The context after the part of the prompt that is processed."""
 
     def cancel(self) -> None:
         """Ask the engine to end the request between two steps."""
-        self._cancelled.set()
-
-    @property
-    def is_cancelled(self) -> bool:
-        return self._cancelled.is_set()
+        self.is_cancelled = True
 
     @property
     def finished(self) -> bool:
         return self.reason is not None
-
-    @property
-    def context(self) -> Context:
-        """The context after the prompt."""
-        assert self._context is not None
-        return self._context
 
     @property
     def n_to_prefill(self) -> int:
@@ -175,7 +149,7 @@ class Generation:
         for n, digest in reversed(self._digests.items()):
             found = prefixes.get(digest)
             if found is not None:
-                self._context, self._n_prefilled, self.n_cached = found, n, n
+                self.context, self._n_prefilled, self.n_cached = found, n, n
                 return
 
     def prefill(self, model: TransformerVQ, prefixes: PrefixStore) -> None:
@@ -184,10 +158,10 @@ class Generation:
         begin, end = next(segments(len(request.prompt), self._n_prefilled))
         device = next(model.parameters()).device
         tokens = to_device(torch.as_tensor(request.prompt[begin:end]), device)
-        state = model.init_state(1) if self._context is None else self._context.state
+        state = model.init_state(1) if self.context is None else self.context.state
         n_logits = end - begin if request.scores_prompt else 1
         output = model(tokens.unsqueeze(0), state, n_logits=n_logits)
-        self._context = Context(output.logits[:, -1].clone(), output.state)
+        self.context = Context(output.logits[:, -1].clone(), output.state)
         self._n_prefilled = end
         if request.scores_prompt:
             known = request.prompt[begin + 1 : end + 1]
@@ -195,11 +169,11 @@ class Generation:
             self._scores.extend(found)
         assert self._digests is not None
         if is_stored(end, list(self._digests)):
-            prefixes.put(self._digests[end], self._context)
+            prefixes.put(self._digests[end], self.context)
 
     def start_decoding(self) -> None:
         """Report that the prompt is processed."""
-        event = Prefilled(tuple(self._scores))
+        event = Event(scores=tuple(self._scores))
         self._scores = []  # large
         self._send(event)
 
@@ -210,29 +184,28 @@ class Generation:
     def add(self, token: int, logits: Tensor) -> None:
         """Report a token that was chosen by its logits, or finish with it."""
         self.n_new += 1
-        score, n_top = None, self.request.n_logprobs
-        if n_top is not None:
-            (score,) = scores(logits.unsqueeze(0), [token], n_top)
-        if token == self._stop_token:
+        if token == self._eod:
             self.finish("stop", self._text.end())
             return
-        text = self._text.push(token)
-        self._send(NewToken(token, text, score))
+        n_top = self.request.n_logprobs
+        score = () if n_top is None else tuple(scores(logits.unsqueeze(0), [token], n_top))
+        self._send(Event(self._text.push(token), score))
         if self._text.stopped:
             self.finish("stop")
         elif self.n_new == self.request.max_new_tokens:
             self.finish("length", self._text.end())
 
     def finish(self, reason: Reason, rest: str = "", error: str | None = None) -> None:
-        """Report the end of the request, once."""
+        """Report the end of the request, once. rest: the end of the text, if it was held back."""
         if self.finished:
             return
         self.reason = reason
         n_prompt = len(self.request.prompt)
         is_returned = self.request.max_new_tokens == 0 and self.n_to_prefill == 0
-        context = self._context if is_returned else None
+        context = self.context if is_returned else None
         text, n_cached, n_new = self._text.text, self.n_cached, self.n_new
-        self._send(Finished(reason, text, rest, n_prompt, n_cached, n_new, context, error))
+        end = Finished(reason, text, n_prompt, n_cached, n_new, context, error)
+        self._send(Event(rest, end=end))
 
     def _send(self, event: Event) -> None:
         """Report an event; a receiver that fails ends its own request and no other."""

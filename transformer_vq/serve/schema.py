@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException
 
 from transformer_vq.generation import TEMPERATURE, TOP_P
 
@@ -20,7 +21,6 @@ MAX_STOP = 16
 MAX_LOGPROBS = 20
 MAX_SEED = 2**63 - 1
 MAX_NAME = 200  # characters
-MAX_INSPECTED = 4096  # tokens
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -34,28 +34,22 @@ KINDS = {
 RETRY_SECONDS = 1  # a slot is free again within seconds unless all texts are very long
 
 
-class APIError(Exception):
+class APIError(HTTPException):
     """A request that cannot be answered. message: one sentence; param: the field it is about."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-
-    @property
-    def body(self) -> dict[str, Any]:
-        """The JSON object of the response."""
-        kind = KINDS.get(self.status, "server_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
+        super().__init__(status, message)
+        kind = KINDS.get(status, "server_error")
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
     def response(self) -> JSONResponse:
         """Return the response; clients may repeat a request that came at a bad time."""
-        headers = {"Retry-After": str(RETRY_SECONDS)} if self.status in (429, 503) else {}
-        if self.status == 401:
+        headers = {"Retry-After": str(RETRY_SECONDS)} if self.status_code in (429, 503) else {}
+        if self.status_code == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body, self.status, headers)
+        return JSONResponse(self.body, self.status_code, headers)
 
 
 def invalid_field(error: Mapping[str, Any]) -> APIError:
@@ -113,7 +107,7 @@ class GenerationBody(Body):
     logit_bias: dict[str, float] | None = None
 
     @model_validator(mode="after")
-    def _check_unsupported(self) -> GenerationBody:
+    def _check_options(self) -> GenerationBody:
         for name in ("presence_penalty", "frequency_penalty", "logit_bias"):
             if getattr(self, name):
                 raise ValueError(f"{name} is not supported; leave it out")
@@ -127,9 +121,14 @@ class GenerationBody(Body):
         return self.max_tokens
 
     @property
-    def includes_usage(self) -> bool:
-        """Whether a streamed response ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def n_logprobs(self) -> int | None:
+        """Most likely tokens to report with each token; None reports no log probabilities."""
+        return None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log probabilities of the prompt are reported."""
+        return False
 
 
 class CompletionBody(GenerationBody):
@@ -139,16 +138,14 @@ class CompletionBody(GenerationBody):
     """A text, a list of texts, a list of token ids, or a list of such lists."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
-    best_of: int | None = None
-    suffix: str | None = None
 
-    @model_validator(mode="after")
-    def _check_rest(self) -> CompletionBody:
-        if self.best_of not in (None, self.n):
-            raise ValueError("best_of is not supported; leave it out")
-        if self.suffix:
-            raise ValueError("suffix is not supported; leave it out")
-        return self
+    @property
+    def n_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.echo and self.logprobs is not None
 
 
 class ChatPart(Body):
@@ -196,6 +193,10 @@ class ChatBody(GenerationBody):
     def n_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def n_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 class ContextBody(Body):
     """Body of POST /v1/contexts and of a branch: a document to read."""
@@ -215,7 +216,7 @@ class InspectBody(Body):
     """Body of POST /v1/inspect: what to look inside at."""
 
     text: str = ""
-    tokens: Annotated[list[int], Field(max_length=MAX_INSPECTED)] | None = None
+    tokens: list[int] | None = None
     context: str | None = None
     """Id of a stored context that the text continues."""
     n_codes: Annotated[int, Field(ge=1, le=32)] = 5

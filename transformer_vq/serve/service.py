@@ -1,19 +1,18 @@
-"""What all routes share: the model and its name, the engine, limits, and how requests are made."""
+"""What all routes share: the model and its name, the engine, limits, and events of requests."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from fastapi import Request as HTTPRequest
-from fastapi.concurrency import run_in_threadpool
 
-from transformer_vq.data.tokenizers import SEGMENT, Tokenizer, divide
+from transformer_vq.data.tokenizers import Tokenizer
 from transformer_vq.generation import NEW_TOKENS
 from transformer_vq.generation.sampling import Sampling
 from transformer_vq.serve.contexts import ContextStore
@@ -66,71 +65,8 @@ class Service:
             message = f"the model {name!r:.80} does not exist; this server has {self.name!r}"
             raise APIError(404, message, "model", "model_not_found")
 
-    async def open_context(self, context: str | None) -> Start | None:
-        """Return the stored context of an id; raise APIError if there is none."""
-        return None if context is None else await run_in_threadpool(self.contexts.open, context)
-
-    async def encode(self, text: str, param: str, client: HTTPRequest) -> list[int]:
-        """Return the tokens of a text; long ones don't block other requests.
-
-        Raises APIError for too many tokens, and if the client has disconnected meanwhile.
-        """
-
-        def encode(part: str) -> list[int]:
-            part.encode()
-            found: list[int] = self.tokenizer.encode_batch([part])[0].tolist()
-            return found
-
-        cuts, tokens = self.tokenizer.cuts, list[int]()
-        parts = [text]
-        if cuts is not None and len(text) > SEGMENT:
-            parts = await run_in_threadpool(divide, text, SEGMENT, cuts)
-        try:
-            for part in parts:
-                await check_connected(client)
-                tokens += await run_in_threadpool(encode, part)
-                self.check_length(len(tokens), param)
-        except UnicodeEncodeError:
-            message = f"{param}: is not valid Unicode (a lone surrogate)"
-            raise APIError(400, message, param) from None
-        return tokens
-
-    async def tokens_of(
-        self, text: str, tokens: list[int] | None, client: HTTPRequest, start: Start | None
-    ) -> list[int]:
-        """Return the tokens of a document that is given as a text, or as tokens to use as they are.
-
-        start: the context that it continues; without one, a text starts with bos.
-        """
-        if tokens is None:
-            bos = [] if start is not None else [self.tokenizer.bos]
-            tokens = bos + await self.encode(text, "text", client)
-        self.check_tokens(tokens, "text")
-        if not tokens:
-            raise APIError(400, "the text is empty; give text or tokens")
-        return tokens
-
-    def check_length(self, n_tokens: int, param: str) -> None:
-        """Raise APIError for too many tokens."""
-        limit = self.limits.prompt_tokens
-        if n_tokens > limit:
-            message = f"{param}: has more than {limit:,} tokens; send a shorter text"
-            raise APIError(413, message, param, "prompt_too_long")
-
-    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Raise APIError if token ids are unknown, or too many."""
-        self.check_length(len(tokens), param)
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
-            message = f"{param}: token ids must be from 0 to {self.vocab_size - 1}"
-            raise APIError(400, message, param)
-
     def requests(
-        self,
-        body: GenerationBody,
-        prompt: Sequence[int],
-        start: Start | None,
-        n_logprobs: int | None = None,
-        scores_prompt: bool = False,
+        self, body: GenerationBody, prompt: Sequence[int], start: Start | None
     ) -> list[Request]:
         """Return the engine's requests for the samples of a prompt; without a seed they vary."""
         limit, wanted = self.limits.new_tokens, body.n_new_tokens
@@ -145,22 +81,21 @@ class Service:
                 seed=seed,
                 sample=sample,
                 stop=tuple(body.stop),
-                n_logprobs=n_logprobs,
-                scores_prompt=scores_prompt,
+                n_logprobs=body.n_logprobs,
+                scores_prompt=body.scores_prompt,
                 start=start,
                 deadline=time.monotonic() + self.limits.seconds,
             )
             for sample in range(body.n)
         ]
 
-    @asynccontextmanager
     async def events(
         self, requests: Sequence[Request], client: HTTPRequest
-    ) -> AsyncIterator[AsyncIterator[tuple[int, Event]]]:
+    ) -> AsyncGenerator[tuple[int, Event], None]:
         """Submit requests; yield their events with the number of the request.
 
         Raises APIError if one of them fails or the client disconnects. All are cancelled when the
-        context is left.
+        generator is closed.
         """
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -170,28 +105,23 @@ class Service:
 
         pairs = [(request, partial(notify, number)) for number, request in enumerate(requests)]
         generations = self.engine.submit_all(pairs)
+        n_left, checked = len(requests), time.monotonic()
         try:
-            yield self._until_finished(events, len(requests), client)
+            while n_left:
+                found = None
+                with suppress(TimeoutError):
+                    found = await asyncio.wait_for(events.get(), POLL_SECONDS)
+                if found is not None:
+                    if found[1].end is not None:
+                        _check_end(found[1].end)
+                        n_left -= 1
+                    yield found
+                if time.monotonic() - checked > POLL_SECONDS:
+                    await check_connected(client)
+                    checked = time.monotonic()
         finally:
             for generation in generations:
                 generation.cancel()
-
-    async def _until_finished(
-        self, events: asyncio.Queue[tuple[int, Event]], n_left: int, client: HTTPRequest
-    ) -> AsyncIterator[tuple[int, Event]]:
-        checked = time.monotonic()
-        while n_left:
-            found = None
-            with suppress(TimeoutError):
-                found = await asyncio.wait_for(events.get(), POLL_SECONDS)
-            if found is not None:
-                if isinstance(found[1], Finished):
-                    _check_finished(found[1])
-                    n_left -= 1
-                yield found
-            if time.monotonic() - checked > POLL_SECONDS:
-                await check_connected(client)
-                checked = time.monotonic()
 
 
 async def check_connected(client: HTTPRequest) -> None:
@@ -200,11 +130,11 @@ async def check_connected(client: HTTPRequest) -> None:
         raise APIError(400, "the client disconnected")
 
 
-def _check_finished(event: Finished) -> None:
+def _check_end(end: Finished) -> None:
     """Raise APIError if a request did not end by itself."""
-    if event.reason == "timeout":
+    if end.reason == "timeout":
         raise APIError(408, "the request took too long; ask for fewer tokens", code="timeout")
-    if event.reason == "cancelled":
+    if end.reason == "cancelled":
         raise APIError(503, "the server is shutting down", code="shutting_down")
-    if event.reason == "error":
-        raise APIError(500, f"{event.error}; the log of the server has details")
+    if end.reason == "error":
+        raise APIError(500, f"{end.error}; the log of the server has details")

@@ -1,8 +1,9 @@
-"""A server in a thread, and a small HTTP client, for tests."""
+"""Engines, servers in a thread or a process, and a small HTTP client, for tests."""
 
 import http.client
 import json
 import os
+import random
 import re
 import resource
 import socket
@@ -23,6 +24,7 @@ from transformer_vq.generation.text import sample_text
 from transformer_vq.serve.contexts import ContextStore
 from transformer_vq.serve.engine import Engine
 from transformer_vq.serve.prefixes import PrefixStore
+from transformer_vq.serve.requests import Request
 from transformer_vq.serve.server import Server, listen
 from transformer_vq.serve.service import Limits, Service
 from transformer_vq.training.checkpoint import write_config
@@ -35,6 +37,49 @@ def a_model(seed=0, **changes):
     torch.manual_seed(seed)
     sizes = {"vocab_size": 257, "d_model": 16, "n_layer": 1, "d_k": 8, "n_code": 6, "block_len": 4}
     return TransformerVQ(ModelConfig(**sizes | changes)).eval()
+
+
+def an_engine(model, n_slots=3, max_waiting=64, memory=10**6):
+    return Engine(model, TOKENIZER, PrefixStore(memory), n_slots, max_waiting)
+
+
+def a_prompt(n, seed=0):
+    return [TOKENIZER.bos, *random.Random(seed).choices(range(256), k=n - 1)]
+
+
+def solo(model, request):
+    """The text that `tvq sample` generates."""
+    start = None if request.start is None else request.start.context
+    context = prefill(model, [request.prompt], start) if request.prompt else start
+    context = context.repeat(1 + request.sample)
+    options = {"seed": request.seed, "stop": request.stop}
+    n_tokens, rule = request.max_new_tokens, request.sampling
+    return sample_text(model, TOKENIZER, context, n_tokens, rule, **options)[-1].text
+
+
+def sampled(service, prompt, n_tokens, seed, n=1, **rule):
+    """The texts that `tvq sample --batch n` generates; the rule is that of Sampling."""
+    rule = Sampling(**{"top_p": 0.95} | rule)
+    tokens = [TOKENIZER.bos, *prompt.encode()]
+    requests = [Request(tokens, n_tokens, rule, seed, sample) for sample in range(n)]
+    return [solo(service.engine.model, request) for request in requests]
+
+
+def collect(engine, *requests):
+    """Run requests to their end on this thread; return the events of each."""
+    events = [[] for _ in requests]
+    for request, found in zip(requests, events, strict=True):
+        engine.submit(request, found.append)
+    while engine.run_once():
+        pass
+    return events
+
+
+def text_of(events):
+    """The whole text, which the events also give bit by bit."""
+    end = events[-1].end
+    assert "".join(event.text for event in events) == end.text
+    return end.text
 
 
 def a_service(
@@ -52,10 +97,12 @@ def an_endless_service(folder, **more):
     return a_service(folder, a_model(vocab_size=256), ByteTokenizer(), **more)
 
 
-def a_run(folder):
+def a_run(folder, data=None, **sizes):
     """Write a run folder with a small random model; return it."""
-    model = ModelConfig(vocab_size=256, d_model=16, n_layer=1, d_k=8, n_code=8, block_len=8)
-    config = RunConfig(model, DataConfig(end_of_document=False), train=TrainConfig(steps=1))
+    sizes = {"vocab_size": 256, "d_model": 16, "n_layer": 1, "d_k": 8, "n_code": 8} | sizes
+    model = ModelConfig(**{"block_len": 8} | sizes)
+    data = data or DataConfig(end_of_document=False)
+    config = RunConfig(model, data, train=TrainConfig(steps=1))
     (folder / "best").mkdir(parents=True)
     write_config(folder, config, ByteTokenizer())
     torch.manual_seed(0)
@@ -161,20 +208,6 @@ class Client:
         *events, done, rest = content.decode().split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
         return [json.loads(event.removeprefix("data: ")) for event in events]
-
-
-def sampled(service, prompt, n_tokens, seed, n=1, **options):
-    """The texts that `tvq sample --batch n` generates; the options are those of Sampling."""
-    context = prefill(service.engine.model, [[TOKENIZER.bos, *prompt.encode()]]).repeat(n)
-    texts = sample_text(
-        service.engine.model,
-        TOKENIZER,
-        context,
-        n_tokens,
-        Sampling(**{"top_p": 0.95} | options),
-        seed=seed,
-    )
-    return [text.text for text in texts]
 
 
 def wait_until(is_true, seconds=30):

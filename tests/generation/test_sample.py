@@ -4,12 +4,14 @@ import json
 
 import numpy as np
 import pytest
-from helpers import tiny_config, tiny_run
+from helpers import tiny_config
 from hypothesis import given
 from hypothesis import strategies as st
+from servers import a_run
 
 from transformer_vq import TransformerVQ
 from transformer_vq.cli.main import main
+from transformer_vq.config import DataConfig
 from transformer_vq.data.tokenizers import ByteTokenizer
 from transformer_vq.generation import text as text_module
 from transformer_vq.generation.decode import generate
@@ -22,7 +24,6 @@ from transformer_vq.generation.text import (
     sample_text,
     save_grid,
 )
-from transformer_vq.training.run import train
 
 
 def pushed(text, stop=()):
@@ -32,7 +33,7 @@ def pushed(text, stop=()):
     return [*chunks, stream.end()], stream.stopped
 
 
-@given(st.text())
+@given(st.text(max_size=30))
 def test_streamed_text_round_trips(text):
     chunks, stopped = pushed(text)
     assert "".join(chunks) == text
@@ -138,10 +139,9 @@ def test_images_keep_their_upper_part(tmp_path):
         sample_images(model, 0, Sampling(), images=[tmp_path / "a.png"], keep=1)
 
 
-@pytest.fixture
-def run(tmp_path):
-    train(tiny_run(tmp_path, train={"steps": 2}), tmp_path / "run")
-    return tmp_path / "run"
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return a_run(tmp_path_factory.mktemp("sample") / "run")
 
 
 def sampled(capsys, *arguments):
@@ -178,20 +178,15 @@ def test_a_saved_state_continues_without_its_prompt(run, tmp_path, capsys):
     ("arguments", "says"),
     [
         (["--top-p", "0"], "--top-p 0.0"),
-        (["--top-p", "2"], "--top-p 2.0"),
         (["--temperature", "-1"], "--temperature -1.0"),
-        (["--top-k", "0"], "--top-k 0"),
         (["--batch", "0"], "--batch 0"),
-        (["--tokens", "-1"], "--tokens -1: must not be negative"),
         (["--prompt", "a", "--prompt-file", "b"], "not both"),
         (["--prompt-file", "no-such-file"], "no-such-file"),
         (["--load-state", "no-such-state"], "no-such-state"),
         (["--save-state", "no-such-folder/state"], "an existing folder"),
-        (["--out", "no-such-folder/drawn.png"], "an existing folder"),
     ],
 )
 def test_mistakes_are_one_line(run, capsys, arguments, says):
-    capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         main(["sample", str(run), *arguments])
     captured = capsys.readouterr()
@@ -203,33 +198,25 @@ def test_mistakes_are_one_line(run, capsys, arguments, says):
 def test_a_model_of_images_samples_a_grid(tmp_path, capsys):
     from PIL import Image
 
-    folder = tmp_path / "images"
-    folder.mkdir()
-    generator = np.random.default_rng(0)
-    for number in range(3):
-        image = generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)
-        Image.fromarray(image).save(folder / f"{number}.png")
-    long_blocks = {"block_len": 256}  # for prompts of 12,000 tokens
-    config = tiny_run(tmp_path, model=long_blocks, train={"steps": 1, "batch_size": 1})
-    data = type(config.data)("images", str(folder), cache=config.data.cache)
-    train(type(config)(config.model, data, config.optim, config.train), tmp_path / "run")
+    picture = tmp_path / "0.png"
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(picture)
+    run = a_run(tmp_path / "run", DataConfig("images", str(tmp_path)), block_len=256)
     out = tmp_path / "drawn.png"
-    arguments = ["--images", folder / "0.png", "--keep", 63 / 64, "--seed", 1]
-    assert sampled(capsys, tmp_path / "run", *arguments, "--out", out) == f"{out}\n"
+    arguments = ["--images", picture, "--keep", 63 / 64, "--seed", 1]
+    assert sampled(capsys, run, *arguments, "--out", out) == f"{out}\n"
     with Image.open(out) as image:
         assert image.size == (256, 256)
 
     # Without --out the image is written to the run and replaces the previous one, nothing else.
-    default = tmp_path / "run" / "samples.png"
+    default = run / "samples.png"
     default.write_bytes(b"the one before")
-    assert sampled(capsys, tmp_path / "run", *arguments) == f"{default}\n"
+    assert sampled(capsys, run, *arguments) == f"{default}\n"
     assert default.read_bytes() == out.read_bytes()
     before = out.stat().st_mtime_ns
     with pytest.raises(SystemExit) as stop:
-        main(["sample", str(tmp_path / "run"), *map(str, arguments), "--out", str(out)])
+        main(["sample", str(run), *map(str, arguments), "--out", str(out)])
     assert stop.value.code == 2
-    assert (
-        capsys.readouterr().err
-        == f"tvq: --out {out}: the file exists; use --overwrite or another name\n"
-    )
+    message = f"tvq: --out {out}: the file exists; use --overwrite or another name\n"
+    assert capsys.readouterr().err == message
     assert out.stat().st_mtime_ns == before

@@ -1,10 +1,8 @@
 """A server for all tests of a file, and short segments for the engine."""
 
 import pytest
-import torch
-from servers import a_service, running
+from servers import a_model, a_service, running
 
-from transformer_vq import ModelConfig, TransformerVQ
 from transformer_vq.generation import prefill as prefill_module
 
 
@@ -26,6 +24,4 @@ def short_segments(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    config = ModelConfig(vocab_size=257, d_model=16, n_layer=1, d_k=8, n_code=6, block_len=4)
-    return TransformerVQ(config).double().eval()
+    return a_model().double()

@@ -7,7 +7,7 @@ PATH = "/v1/chat/completions"
 END = TOKENIZER.eod
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}"
-    "{% for call in m.tool_calls %}{{ call | tojson }}{% endfor %}<|endoftext|>{% endfor %}"
+    "{% for call in m.tool_calls %}{{ call | tojson }}{% endfor %}{{ eos_token }}{% endfor %}"
 )
 
 
@@ -47,9 +47,20 @@ def test_names_of_special_tokens_are_text_in_other_fields_and_prompts(client):
     assert found["usage"]["prompt_tokens"] == 1 + len("<|endoftext|>")
 
 
-def test_developer_is_the_system_role(client):
+def test_roles_parts_and_streams(client):
     messages = [{"role": "developer", "content": "a"}, {"role": "tool", "content": "b"}]
     assert_same_text(client, messages, [*b"system: a", END, *b"tool: b", END])
+    body = {"messages": messages, "max_tokens": 12, "seed": 3, "logprobs": True}
+    status, _, found = client.post(PATH, body)
+    assert status == 200
+    (choice,) = found["choices"]
+    n_scored = len(choice["logprobs"]["content"])
+    assert n_scored == found["usage"]["completion_tokens"] - (choice["finish_reason"] == "stop")
+    deltas = [chunk["choices"][0]["delta"] for chunk in client.stream(PATH, **body)]
+    assert deltas[0]["role"] == "assistant"
+    assert "".join(x["content"] for x in deltas) == choice["message"]["content"]
+    for wrong in ({"top_logprobs": 2, "logprobs": False}, {"max_tokens": 0}):
+        assert client.post(PATH, body | wrong)[0] == 400
 
 
 @pytest.mark.parametrize(
@@ -71,13 +82,22 @@ def test_odd_messages_are_rejected(client, message):
 
 
 def test_template_that_fails_is_a_client_error(tmp_path):
-    template = "{{ messages[0].extra + 1 }}"
+    template = (
+        "{{ raise_exception('no x') if messages[0].extra == 'x' else messages[0].extra + 1 }}"
+    )
     with running(a_service(tmp_path, chat_template=template)) as client:
         for extra in ("x", [], {}):
             message = {"role": "user", "content": "x", "extra": extra}
             status, _, found = client.post(PATH, {"messages": [message]})
             assert status == 400
             assert "the chat template rejects them" in found["error"]["message"]
+
+
+def test_chat_without_a_template_is_a_clear_error(tmp_path):
+    with running(a_service(tmp_path)) as client:
+        body = {"messages": [{"role": "user", "content": "Hi"}]}
+        status, _, found = client.post(PATH, body)
+        assert (status, found["error"]["code"]) == (400, "no_chat_template")
 
 
 def test_features_of_exported_templates_are_served(tmp_path):

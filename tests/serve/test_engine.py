@@ -1,4 +1,4 @@
-"""The engine: texts equal those of `sample_text`, whatever else is running."""
+"""The engine: texts equal those of `sample_text`, whatever else is running or was reused."""
 
 import queue
 import threading
@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import a_prompt, collect, make_engine, many_requests, solo, text_of
+from servers import a_model, a_prompt, an_engine, collect, solo, text_of
 
-from transformer_vq import ModelConfig, Sampling, TransformerVQ, UserError
+from transformer_vq import Sampling, UserError
 from transformer_vq.generation import sampling as sampling_module
 from transformer_vq.generation.prefill import Context, prefill
 from transformer_vq.serve import engine as engine_module
@@ -18,25 +18,33 @@ from transformer_vq.serve.requests import Request, Start
 pytestmark = pytest.mark.usefixtures("short_segments")
 
 
+def many_requests():
+    rules = [Sampling(), Sampling(temperature=0.0), Sampling(0.7, 0.9), Sampling(1.3, 1.0, 5)]
+    return [
+        Request(a_prompt(3 + 7 * i, seed=i), 3 + 5 * (i % 4), rules[i % 4], seed=i, sample=i % 3)
+        for i in range(8)
+    ]
+
+
 @pytest.mark.parametrize("is_ahead", [False, True])  # True: the order of steps on a GPU
 def test_texts_equal_those_of_the_library_while_others_come_and_go(model, monkeypatch, is_ahead):
     monkeypatch.setattr(engine_module, "runs_ahead", lambda logits: is_ahead)
     requests = many_requests()
-    for request, events in zip(requests, collect(make_engine(model), *requests), strict=True):
+    for request, events in zip(requests, collect(an_engine(model), *requests), strict=True):
         assert text_of(events) == solo(model, request)
         assert events[-1].end.n_prompt == len(request.prompt)
 
 
 def test_the_end_of_the_document_ends_a_text(model):
     request = Request(a_prompt(9), 60, seed=5)
-    (ended,) = collect(make_engine(model), request)
+    (ended,) = collect(an_engine(model), request)
     assert ended[-1].end.reason == "stop"  # this seed draws the end of the document
     assert ended[-1].end.n_new < 60
     assert text_of(ended) == solo(model, request)
 
 
 def test_a_long_prompt_delays_others_by_one_segment_at_a_time(model):
-    engine = make_engine(model)
+    engine = an_engine(model)
     long, short, decoding = [], [], []
     engine.submit(Request(a_prompt(10), 200), decoding.append)
     engine.run_once()
@@ -51,12 +59,12 @@ def test_a_long_prompt_delays_others_by_one_segment_at_a_time(model):
     assert not long
 
 
-@pytest.mark.parametrize("when", ["waiting", "reading", "decoding"])
+@pytest.mark.parametrize("when", ["waiting", "prefill", "decoding"])
 def test_cancelled_request_frees_its_slot(model, when):
-    engine = make_engine(model, n_slots=1)
-    first, events = [], []
+    engine = an_engine(model, n_slots=1)
+    events = []
     if when == "waiting":
-        other = engine.submit(Request(a_prompt(5), 50), first.append)
+        other = engine.submit(Request(a_prompt(5), 50), lambda event: None)
         engine.run_once()
     generation = engine.submit(Request(a_prompt(60), 50), events.append)
     for _ in range(9 if when == "decoding" else 2):
@@ -73,7 +81,7 @@ def test_cancelled_request_frees_its_slot(model, when):
 
 
 def test_failure_ends_only_the_requests_it_affects(model):
-    engine = make_engine(model)
+    engine = an_engine(model)
     good, bad = [], []
     engine.submit(Request(a_prompt(5), 8), good.append)
     engine.run_once()
@@ -88,8 +96,8 @@ def test_failure_ends_only_the_requests_it_affects(model):
 def assert_ends_alone(model, bad, error):
     """Check that a request fails, and that the others get the same tokens and scores to the bit."""
     good = [Request(a_prompt(5, seed=i), 12, seed=i, n_logprobs=2) for i in range(2)]
-    *found, failed = collect(make_engine(model), *good, bad)
-    *want, _ = collect(make_engine(model), *good, Request(a_prompt(9), 12))
+    *found, failed = collect(an_engine(model), *good, bad)
+    *want, _ = collect(an_engine(model), *good, Request(a_prompt(9), 12))
     assert (failed[-1].end.reason, failed[-1].end.error) == ("error", error)
     assert found == want
     return failed
@@ -122,7 +130,7 @@ def test_choice_that_fails_ends_its_text_alone(model, monkeypatch):
 
 
 def test_thread_serves_many_clients(model):
-    engine = make_engine(model)
+    engine = an_engine(model)
     engine.start()
     requests = many_requests()
     found = {}
@@ -141,29 +149,75 @@ def test_thread_serves_many_clients(model):
         engine.submit(requests[0], lambda event: None)
 
 
-def test_stop_finishes_what_it_can_and_cancels_the_rest(model):
-    engine = make_engine(model)
+@pytest.mark.parametrize(
+    ("n_tokens", "seconds", "reason"), [(3, 30, "length"), (10**7, 0, "cancelled")]
+)
+def test_stop_finishes_what_it_can_and_cancels_the_rest(model, n_tokens, seconds, reason):
+    engine, events = an_engine(model), queue.SimpleQueue()
     engine.start()
-    events = queue.SimpleQueue()
-    engine.submit(Request(a_prompt(5), 3), events.put)
-    engine.stop(seconds=30)
+    engine.submit(Request(a_prompt(5), n_tokens), events.put)
+    engine.stop(seconds)
     while (end := events.get(timeout=5).end) is None:
         pass
-    assert end.reason == "length"
-
-    engine = make_engine(model)
-    engine.start()
-    engine.submit(Request(a_prompt(5), 10**7), events.put)
-    engine.stop(seconds=0)
-    while (end := events.get(timeout=5).end) is None:
-        pass
-    assert end.reason == "cancelled"
+    assert end.reason == reason
 
 
 def test_full_attention_and_empty_prompts_are_refused(model):
-    config = ModelConfig(vocab_size=257, d_model=8, n_layer=1, d_k=8, attention="full")
-    full = TransformerVQ(config)
     with pytest.raises(UserError, match="full attention"):
-        make_engine(full)
+        an_engine(a_model(attention="full"))
     with pytest.raises(UserError, match="no tokens"):
-        make_engine(model).submit(Request([], 5), lambda event: None)
+        an_engine(model).submit(Request([], 5), lambda event: None)
+
+
+# Prefixes
+
+
+def test_prompt_is_not_processed_twice(model):
+    engine = an_engine(model)
+    (first,) = collect(engine, Request(a_prompt(70), 4, seed=1))
+    (second,) = collect(engine, Request(a_prompt(70), 4, seed=1))
+    assert second[-1].end.n_cached == engine.counters.prompt_tokens == 70
+    assert text_of(second) == text_of(first)
+
+
+@pytest.mark.parametrize(("n_shared", "n_cached"), [(70, 64), (64, 64), (63, 32), (17, 16), (9, 0)])
+def test_prompts_with_the_same_beginning_share_it(model, n_shared, n_cached):
+    engine = an_engine(model)
+    collect(engine, Request(a_prompt(75), 1))
+    request = Request([*a_prompt(75)[:n_shared], *a_prompt(30, seed=9)], 8, seed=2)
+    (events,) = collect(engine, request)
+    assert events[-1].end.n_cached == n_cached
+    assert text_of(events) == solo(model, request)
+
+
+def test_a_reused_prefix_changes_no_bit(model):
+    engine = an_engine(model)
+    collect(engine, Request(a_prompt(75), 1))
+    prompt = [*a_prompt(75)[:64], *a_prompt(30, seed=9)]
+    (events,) = collect(engine, Request(prompt, 0))
+    got, want = events[-1].end.context, prefill(model, [prompt])
+    assert events[-1].end.n_cached == 64
+    assert torch.equal(got.logits, want.logits)
+    for name, x in want.state.to_tensors().items():
+        assert torch.equal(got.state.to_tensors()[name], x), name
+
+
+def test_memory_limit_of_prefixes_is_kept(model):
+    engine = an_engine(model, memory=40_000)
+    for seed in range(6):
+        collect(engine, Request(a_prompt(20, seed), 1))
+        assert 0 < engine.prefixes.n_bytes <= 40_000
+
+
+def test_text_continues_a_context(model):
+    document = prefill(model, [a_prompt(50)])
+    start = Start(document, b"document")
+    for prompt in ([], a_prompt(20, seed=4)[1:]):
+        request = Request(prompt, 9, seed=5, start=start)
+        engine = an_engine(model)
+        (events,) = collect(engine, request)
+        assert text_of(events) == solo(model, request)
+        (again,) = collect(engine, request)
+        assert again[-1].end.n_cached == len(prompt)
+        other = Request(prompt, 9, seed=5, start=Start(document, b"other"))
+        assert collect(engine, other)[0][-1].end.n_cached == 0

@@ -78,8 +78,6 @@ class SampleOptions:
     """Compile the decoder: takes about 30 seconds and needs a C++ compiler; then faster."""
     precision: Precision = "fp32"
     """fp32, or bf16 for matrix products."""
-    state_precision: Precision = "fp32"
-    """fp32, or bf16 for the values in the state: a token reads half of its bytes."""
     device: Device = "auto"
     json: Json = False
 
@@ -135,7 +133,6 @@ def _sample_images(
     options: SampleOptions, folder: Path, model: TransformerVQ, bos: int, sampling: Sampling
 ) -> Path:
     """Write a PNG file with the samples; return its path."""
-    from transformer_vq.device import state_dtype
     from transformer_vq.generation.text import sample_images, save_grid
 
     out = folder / "samples.png" if options.out is None else options.out
@@ -148,7 +145,6 @@ def _sample_images(
         keep=options.keep,
         seed=options.seed,
         compiled=options.compile,
-        state_dtype=state_dtype(options.state_precision),
     )
     save_grid(images, out)
     print(out)
@@ -159,7 +155,6 @@ def _sample_text(
     options: SampleOptions, model: TransformerVQ, tokenizer: Tokenizer, sampling: Sampling
 ) -> list[GeneratedText]:
     """Prefill the prompt and generate; a single sample is printed while it is decoded."""
-    from transformer_vq.device import state_dtype
     from transformer_vq.generation.snapshot import load_context, save_context
     from transformer_vq.generation.text import prefill_text, sample_text
 
@@ -190,7 +185,6 @@ def _sample_text(
         stop=options.stop,
         stop_at_end=options.stop_at_end,
         compiled=options.compile,
-        state_dtype=state_dtype(options.state_precision),
         write=write,
     )
     if is_single:

@@ -38,23 +38,19 @@ def stream(
     stop_tokens: Sequence[int] = (),
     *,
     compiled: bool = False,
-    state_dtype: torch.dtype | None = None,
 ) -> Iterator[list[int | None]]:
     """Yield the next token of every row; None for rows that have reached a stop token.
 
     The tokens of row i depend on the seed and on i, never on the other rows. compiled: use
-    torch.compile, which takes half a minute and then decodes faster. state_dtype: that of the
-    values in the state; torch.bfloat16 halves what a step reads of it. Raises NotFiniteError at the
+    torch.compile, which takes half a minute and then decodes faster. Raises NotFiniteError at the
     first token without finite logits.
     """
     if max_new_tokens < 0:
         raise UserError(f"max_new_tokens={max_new_tokens}: must not be negative")
     if compiled and model.config.attention == "full":
         raise UserError("compiled=True: the state of full attention grows; use attention='vq'")
-    if state_dtype is not None and model.config.attention == "full":
-        raise UserError("state_dtype: only the state of attention='vq' can be converted")
     seed = secrets.randbits(63) if seed is None else seed
-    decoder = Decoder(model, context.state, max_new_tokens, state_dtype)
+    decoder = Decoder(model, context.state, max_new_tokens)
     step: Callable[[Tensor], Tensor] = decoder.step
     if compiled:
         step = compile_decoding(step, context.logits.device, decoder.tensors())

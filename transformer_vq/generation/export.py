@@ -40,27 +40,17 @@ Graph = Literal["forward", "prefill", "decode"]
 OPSET = 20  # version of the ONNX operators
 
 
-class ForwardGraph(nn.Module):
-    """The forward pass of new sequences: tokens [b, t] -> logits [b, t, vocab_size]."""
+class Segment(nn.Module):
+    """The next segment of each sequence, with the state as a dict of tensors, or without it."""
 
     def __init__(self, model: TransformerVQ) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.model(tokens).logits
-        return logits
-
-
-class SegmentGraph(nn.Module):
-    """The next segment of each sequence, with the state as a dict of tensors."""
-
-    def __init__(self, model: TransformerVQ) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """tokens: [b, t] -> logits: [b, t, vocab_size] and the next state."""
+    def forward(self, tokens: Tensor, state: dict[str, Tensor] | None = None) -> Any:
+        """tokens: [b, t] -> logits: [b, t, vocab_size], and the next state if one is given."""
+        if state is None:
+            return self.model(tokens).logits
         output = self.model(tokens, ModelState.from_tensors(state))
         return output.logits, output.state.to_tensors()
 
@@ -77,12 +67,10 @@ def export_program(model: TransformerVQ, graph: Graph) -> ExportedProgram:
     device = next(model.parameters()).device
     # Sizes of 2 and more: torch.export makes those of 0 and 1 constants.
     tokens = torch.zeros(2, 1 if graph == "decode" else 3, dtype=torch.int64, device=device)
+    state = () if graph == "forward" else (model.init_state(2, device).to_tensors(),)
     shapes = _dynamic_shapes(model, graph)
     with evaluating(model):
-        if graph == "forward":
-            return torch.export.export(ForwardGraph(model), (tokens,), dynamic_shapes=shapes)
-        state = model.init_state(2, device).to_tensors()
-        return torch.export.export(SegmentGraph(model), (tokens, state), dynamic_shapes=shapes)
+        return torch.export.export(Segment(model), (tokens, *state), dynamic_shapes=shapes)
 
 
 def _dynamic_shapes(model: TransformerVQ, graph: Graph) -> dict[str, Any]:

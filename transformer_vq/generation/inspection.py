@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from operator import index
 from threading import get_ident
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from transformer_vq.device import evaluating
 from transformer_vq.errors import UserError
-from transformer_vq.generation.prefill import Context
+from transformer_vq.generation.prefill import Context, check_prompts
 from transformer_vq.nn.attention import AttentionOutput, VQAttention
 from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
 from transformer_vq.ops.position import local_bias
@@ -87,7 +86,9 @@ def inspect_tokens(
     `context`, a result of `prefill`. n_codes: number of codes of the cache to list per token, at
     most `n_code` of the model. The model runs without dropout, and its training mode is restored.
     """
-    ids = _token_ids(tokens, model.config.vocab_size)
+    check_prompts([tokens])
+    ids = torch.as_tensor(tokens)
+    model.check_tokens(ids.unsqueeze(0))
     if n_codes < 1:
         raise UserError(f"n_codes={n_codes}: must be at least 1")
     layers = [branch for branch in model.branches if isinstance(branch, VQAttention)]
@@ -114,25 +115,6 @@ def inspect_tokens(
             # The last token has no target.
             surprisal.append(_bits(output.logits[0, : len(targets)], targets))
     return Inspection(torch.cat(surprisal), tuple(map(_join, blocks)))
-
-
-def _token_ids(tokens: Sequence[int], vocab_size: int) -> Tensor:
-    """Return the tokens as a tensor of int64; raise UserError if the model cannot use them."""
-    try:
-        ids = [index(token) for token in tokens]
-    except TypeError as error:
-        raise UserError(
-            "tokens must be a sequence of token ids; use tokenizer.encode(text) for text"
-        ) from error
-    if not ids:
-        raise UserError("tokens: must have at least one token; start with the tokenizer's bos")
-    for token in (min(ids), max(ids)):
-        if not 0 <= token < vocab_size:
-            raise UserError(
-                f"token {token} is outside the vocabulary of {vocab_size}; use the tokenizer of "
-                "this model"
-            )
-    return torch.tensor(ids)
 
 
 def _bits(logits: Tensor, targets: Tensor) -> Tensor:

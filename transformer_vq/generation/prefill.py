@@ -43,10 +43,7 @@ def prefill(
     Start each prompt with the tokenizer's `bos` token, unless it continues `context`. `advance` is
     called with the number of tokens processed.
     """
-    if not prompts or any(len(prompt) == 0 for prompt in prompts):
-        raise UserError("a prompt has no tokens; start it with the tokenizer's bos")
-    if not all(isinstance(prompt[0], Integral | Tensor) for prompt in prompts):
-        raise UserError("a prompt is a sequence of token ids; use tokenizer.encode(text) for text")
+    check_prompts(prompts)
     device = next(model.parameters()).device
     longest = max(map(len, prompts))
 
@@ -62,6 +59,14 @@ def prefill(
     with evaluating(model):
         logits, state = run_segments(run, longest, state, n_last=1, advance=advance)
     return Context(logits[:, -1], state)
+
+
+def check_prompts(prompts: Sequence[Sequence[int]]) -> None:
+    """Raise UserError for empty prompts, and for other things than token ids."""
+    if not prompts or any(len(prompt) == 0 for prompt in prompts):
+        raise UserError("a prompt has no tokens; start it with the tokenizer's bos")
+    if not all(isinstance(prompt[0], Integral | Tensor) for prompt in prompts):
+        raise UserError("a prompt is a sequence of token ids; use tokenizer.encode(text) for text")
 
 
 def segments(seq_len: int, start: int = 0) -> Iterator[tuple[int, int]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from transformer_vq.data.images import (
     N_TOKENS,
@@ -106,7 +105,6 @@ def sample_text(
     stop: Sequence[str] = (),
     stop_at_end: bool = True,
     compiled: bool = False,
-    state_dtype: torch.dtype | None = None,
     write: Callable[[str], None] = lambda text: None,
 ) -> list[GeneratedText]:
     """Return one text per row of the context; `write` receives that of row 0 while decoding.
@@ -122,16 +120,7 @@ def sample_text(
         if row == 0 and text:
             write(text)
 
-    steps = stream(
-        model,
-        context,
-        max_new_tokens,
-        sampling,
-        seed,
-        stop_tokens,
-        compiled=compiled,
-        state_dtype=state_dtype,
-    )
+    steps = stream(model, context, max_new_tokens, sampling, seed, stop_tokens, compiled=compiled)
     for tokens in steps:
         for row, token in enumerate(tokens):
             if token in stop_tokens and not streams[row].stopped:
@@ -176,7 +165,6 @@ def sample_images(
     keep: float = 0.5,
     seed: int | None = None,
     compiled: bool = False,
-    state_dtype: torch.dtype | None = None,
 ) -> np.ndarray:
     """Return images, [n, 64, 64, 3]: new ones, or completions of the upper part of `images`."""
     prompts: list[list[int]] = [[bos]] * n
@@ -190,10 +178,7 @@ def sample_images(
     context = prefill(model, prompts)
     sampled = []
     with progress_bar("sampling", n_new, "tokens") as advance:
-        steps = stream(
-            model, context, n_new, sampling, seed, compiled=compiled, state_dtype=state_dtype
-        )
-        for tokens in steps:
+        for tokens in stream(model, context, n_new, sampling, seed, compiled=compiled):
             sampled.append(tokens)
             advance(1)
     finished = np.concatenate([np.array(prompts)[:, 1:], np.array(sampled).T], axis=1)

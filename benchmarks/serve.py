@@ -19,12 +19,14 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Literal
 
 import torch
 import tyro
 
 from common import Output, Record, check_positive, main
+from hostile import HostileClients
 from serving import connection_to, events, post, serving
 from transformer_vq.data.tokenizers import Tokenizer
 from transformer_vq.errors import UserError
@@ -37,7 +39,7 @@ from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import info, progress_bar
 from transformer_vq.serve.engine import Engine, check_servable
 from transformer_vq.serve.prefixes import PrefixStore
-from transformer_vq.serve.requests import Event, Finished, NewToken, Request, Start
+from transformer_vq.serve.requests import Event, Request, Start
 from transformer_vq.training.loading import load_model_and_tokenizer
 
 
@@ -61,12 +63,14 @@ class ServeSettings:
     """Share of the requests that are cancelled by their client."""
     malformed: float = 0.05
     """Share of the requests that are malformed."""
+    hostile: float = 0.0
+    """Share of the requests that are hostile, of all kinds in turn; see hostile.py."""
 
 
 MEGABYTE = 1_000_000
 
 
-SECONDS_PER_SAMPLE = 1.0  # of the memory of the server
+SECONDS_PER_SAMPLE = 1.0  # of the memory and the health of the server
 
 
 def measure(
@@ -87,13 +91,16 @@ def measure(
         serving(run, Path(store), options) as server,
     ):
         memory = Memory(server.pid)
-        load = Load(server.port, jobs, settings.cancelled, settings.malformed)
+        health = Health(server.port)
+        load = Load(server.port, jobs, settings)
         memory.start()
+        health.start()
         load.start(settings.clients, 60 * settings.minutes)
         seconds = wait("load", 60 * settings.minutes)
         # What is still in progress now is completed, but not part of the rate.
         n_tokens = served_tokens(server.port)
         memory.stop()
+        health.stop()
         info("waiting for the last responses")
         seen = load.join()
     counts = Counter(x.outcome for x in seen)
@@ -125,6 +132,7 @@ def measure(
                 "95%": short[int(0.95 * len(short))] if short else None,
             },
             "memory_mb": memory.summary(),
+            "health_seconds": health.summary(),
         },
     }
 
@@ -187,6 +195,28 @@ class Memory(Sampler):
         return found | {"largest": round(max(self._samples), 1)}
 
 
+class Health(Sampler):
+    """The seconds until a new connection has the answer of /health."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__()
+        self._port = port
+
+    def _measure(self) -> float:
+        start = time.monotonic()
+        with connection_to(self._port, TIMEOUT) as connection:
+            connection.request("GET", "/health")
+            response = connection.getresponse()
+            response.read()
+        return time.monotonic() - start if response.status == 200 else math.inf
+
+    def summary(self) -> dict[str, float]:
+        """Return the median and the longest time."""
+        if not self._samples:
+            return {}
+        return {"median": median(self._samples), "largest": max(self._samples)}
+
+
 def served_tokens(port: int) -> int:
     """Return the tokens of prompts and texts that a server has processed since its start."""
     with connection_to(port) as connection:
@@ -201,26 +231,24 @@ def bare_engine(
 ) -> float:
     """Return tokens per second of the engine alone, given the same requests for the same time.
 
-    Requests that a client would cancel are cancelled; malformed ones are left out.
+    Requests that a client would cancel are cancelled; malformed and hostile ones are left out.
     """
     engine = _engine(model, tokenizer, settings)
-    clients = [
-        choices(i, jobs, settings.cancelled, settings.malformed) for i in range(settings.clients)
-    ]
+    clients = [choices(i, jobs, settings) for i in range(settings.clients)]
     ended = threading.Event()
 
     def submit(client: int) -> None:
         choice = next(x for x in clients[client] if x.job is not None)
         assert choice.job is not None
-        n_events = 0
+        n_tokens = -1  # the first event follows the prompt
 
         def notify(event: Event) -> None:
-            nonlocal n_events
-            n_events += isinstance(event, NewToken)
-            if isinstance(event, Finished):
+            nonlocal n_tokens
+            n_tokens += 1
+            if event.end is not None:
                 if not ended.is_set():
                     submit(client)
-            elif n_events == choice.limit:
+            elif n_tokens == choice.limit:
                 generation.cancel()
 
         generation = engine.submit(_request(choice.job), notify)
@@ -267,7 +295,8 @@ def different_texts(
         for number, found in texts.items():
             job = jobs[number]
             context = prefill(model, [job.prompt])
-            alone, _ = engine.generate(replace(_request(job), prompt=[], start=Start(context, b"")))
+            request = replace(_request(job), prompt=[], start=Start(context, b""))
+            alone = engine.generate(request).text
             single = single_text(model, tokenizer, job, context)
             n_wrong += sum(text != alone for text in found)
             n_rounded += sum(text != single for text in found)
@@ -295,6 +324,7 @@ def table(record: Record) -> str:
     outcomes = found["outcomes"]
     first = found["first_token_seconds"]
     memory = ", ".join(f"{name} {value:,.0f}" for name, value in found["memory_mb"].items())
+    health = [f"{x:.2f}" for x in found.get("health_seconds", {}).values()]
     shown = ["", ""] if first["median"] is None else [f"{first[x]:.2f}" for x in ("median", "95%")]
     rows = [
         ("clients", f"{found['clients']:,}"),
@@ -303,6 +333,7 @@ def table(record: Record) -> str:
         ("complete texts", f"{outcomes.get('complete', 0):,}"),
         ("cancelled by clients", f"{outcomes.get('cancelled', 0):,}"),
         ("malformed, rejected with the right status", f"{outcomes.get('rejected', 0):,}"),
+        ("hostile, answered as they should be", f"{outcomes.get('hostile', 0):,}"),
         ("unexpected errors", f"{outcomes.get('wrong', 0):,}"),
         ("complete texts that differ from the same request alone", f"{found['different_texts']:,}"),
         ("complete texts that differ from a batch of one", f"{found['different_from_single']:,}"),
@@ -311,11 +342,12 @@ def table(record: Record) -> str:
         ("share of the bare engine", f"{found['share_of_engine']:.2f}"),
         ("seconds to the first token, prompts up to 2,048 tokens: median / 95%", " / ".join(shown)),
         ("memory of the server in MB", memory),
+        ("seconds until /health answers: median / largest", " / ".join(health)),
     ]
     return "\n".join(["| load | result |", "| --- | ---: |", *(f"| {a} | {b} |" for a, b in rows)])
 
 
-Outcome = Literal["complete", "cancelled", "rejected", "wrong"]
+Outcome = Literal["complete", "cancelled", "rejected", "hostile", "wrong"]
 
 
 PATH = "/v1/completions"
@@ -392,26 +424,28 @@ class Seen:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a client does next: a job, which it may cancel, or something malformed."""
+    """What a client does next: a job, which it may cancel, or something malformed or hostile."""
 
     job: Job | None
     limit: int | None = None
     """The client disconnects after this many events."""
     malformed: tuple[bytes, int] | None = None
+    """None for a hostile request, if there is no job either."""
 
 
-def choices(
-    client: int, jobs: Sequence[Job], cancelled: float, malformed: float
-) -> Iterator[Choice]:
+def choices(client: int, jobs: Sequence[Job], settings: ServeSettings) -> Iterator[Choice]:
     """Yield what one client does, without end; the same for every call."""
     rng = random.Random(client)
     while True:
         kind = rng.random()
-        if kind < malformed:
+        if kind < settings.malformed:
             yield Choice(None, malformed=rng.choice(MALFORMED))
             continue
+        if kind > 1 - settings.hostile:
+            yield Choice(None)
+            continue
         job = rng.choice(jobs)
-        is_cancelled = kind < malformed + cancelled
+        is_cancelled = kind < settings.malformed + settings.cancelled
         yield Choice(job, rng.randint(1, job.max_tokens) if is_cancelled else None)
 
 
@@ -424,11 +458,12 @@ class Load:
 
     port: int
     jobs: Sequence[Job]
-    cancelled: float
-    """Share of the requests whose client disconnects before the end."""
-    malformed: float
+    settings: ServeSettings
     _seen: list[Seen] = field(default_factory=list)
     _threads: list[threading.Thread] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._hostile = HostileClients(self.port)
 
     def start(self, n_clients: int, seconds: float) -> None:
         """Start all clients; after this time they send no more requests."""
@@ -445,7 +480,7 @@ class Load:
         return self._seen
 
     def _client(self, number: int, end: float) -> None:
-        for choice in choices(number, self.jobs, self.cancelled, self.malformed):
+        for choice in choices(number, self.jobs, self.settings):
             if time.monotonic() >= end:
                 return
             try:
@@ -457,7 +492,9 @@ class Load:
     def _request(self, choice: Choice) -> Seen:
         if choice.malformed is not None:
             return self._send_malformed(*choice.malformed)
-        assert choice.job is not None
+        if choice.job is None:
+            problem = self._hostile.send()
+            return Seen("wrong" if problem else "hostile", detail=problem)
         with connection_to(self.port, TIMEOUT) as connection:
             return _stream(connection, choice.job, choice.limit)
 
@@ -495,9 +532,9 @@ def _stream(connection: http.client.HTTPConnection, job: Job, limit: int | None)
 class Options(ServeSettings, Output):
     """Put load on `tvq serve`: errors, mixed-up texts, memory, and tokens/s.
 
-    Many clients stream completions of prompts from a text; some disconnect, some send malformed
-    requests. Every text is compared with that of the same request alone, and the throughput with
-    that of the engine without HTTP. Prefixes are not reused.
+    Many clients stream completions of prompts from a text; some disconnect, some send malformed or
+    hostile requests. Every text is compared with that of the same request alone, and the throughput
+    with that of the engine without HTTP. Prefixes are not reused.
     """
 
     model: tyro.conf.Positional[str]
@@ -508,13 +545,13 @@ class Options(ServeSettings, Output):
 
 def measure_options(options: Options) -> Record:
     """Put load on a server for the model of the options."""
-    if min(options.cancelled, options.malformed) < 0 or options.cancelled + options.malformed > 1:
-        raise UserError("--cancelled and --malformed must be shares of at most 1 in all")
+    shares = (options.cancelled, options.malformed, options.hostile)
+    if min(shares) < 0 or sum(shares) > 1:
+        raise UserError("--cancelled, --malformed and --hostile must be shares of at most 1 in all")
     names = [field.name for field in fields(ServeSettings)]
     settings = ServeSettings(**{name: getattr(options, name) for name in names})
-    check_positive(
-        **{x: n for x, n in vars(settings).items() if x not in ("cancelled", "malformed")}
-    )
+    may_be_zero = ("cancelled", "malformed", "hostile")
+    check_positive(**{x: n for x, n in vars(settings).items() if x not in may_be_zero})
     model, tokenizer = load_model_and_tokenizer(options.model)
     text = options.text.read_text("utf-8", errors="replace")
     return measure(options.model, model, tokenizer, text, settings)

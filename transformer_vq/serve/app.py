@@ -26,7 +26,14 @@ from transformer_vq.errors import UserError
 from transformer_vq.generation.inspection import inspect_tokens
 from transformer_vq.serve.completions import completions_router, token_name
 from transformer_vq.serve.engine import EngineStoppedError, QueueFullError
-from transformer_vq.serve.guard import OTHER_VALUES, BodyRequest, BodyRoute, Guard
+from transformer_vq.serve.guard import (
+    OTHER_VALUES,
+    SNAPSHOT_TYPES,
+    BodyRequest,
+    BodyRoute,
+    Guard,
+    media_type,
+)
 from transformer_vq.serve.prompts import PromptReader
 from transformer_vq.serve.schema import (
     MAX_NAME,
@@ -39,7 +46,6 @@ from transformer_vq.serve.schema import (
 from transformer_vq.serve.service import Service, check_connected
 
 PAGE = Path(__file__).parent / "page"
-SNAPSHOT_TYPES = ("application/octet-stream", "application/x-safetensors")
 CHUNK_BYTES = 2**18  # of a download
 MAX_INSPECTED = 4096  # tokens
 MAX_INSPECTIONS = 8  # being computed or waiting
@@ -65,9 +71,13 @@ def create_app(service: Service, hosts: frozenset[str] | None = None) -> FastAPI
         redoc_url=None,
         redirect_slashes=False,
     )
-    limits = service.limits
-    app.state.max_values = limits.prompt_tokens + OTHER_VALUES
-    app.add_middleware(Guard, api_key=service.api_key, max_bytes=limits.body_bytes, hosts=hosts)
+    app.add_middleware(
+        Guard,
+        api_key=service.api_key,
+        max_bytes=service.limits.body_bytes,
+        max_values=service.limits.prompt_tokens + OTHER_VALUES,
+        hosts=hosts,
+    )
     accepted = ["*"] if hosts is None else sorted(hosts)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=accepted, www_redirect=False)
     for kind in (HTTPException, RequestValidationError, Exception, *ANSWERS):
@@ -116,7 +126,7 @@ def information_router(service: Service) -> APIRouter:
         "created": service.created,
         "owned_by": "transformer_vq",
         "parameters": sum(x.numel() for x in engine.model.parameters()),
-        "vocab_size": service.vocab_size,
+        "vocab_size": engine.model.config.vocab_size,
         "state_bytes": engine.state_bytes,
         "kv_bytes_per_token": sum(x.k[:, :, 0].nbytes + x.v[:, :, 0].nbytes for x in state.layers),
         "block_len": engine.model.config.block_len,
@@ -207,13 +217,14 @@ def contexts_router(service: Service) -> APIRouter:
         body: ContextBody, client: Request, parent: str | None
     ) -> dict[str, Any]:
         """Prefill a document, after that of a parent if given; store its context."""
-        reader = await PromptReader.open(service, client, parent)
+        reader = PromptReader(service, client)
+        start = await reader.open(parent)
         tokens = await reader.document(body.text or "", body.tokens)
-        requests = service.requests(GenerationBody(max_tokens=0), tokens, reader.start)
+        requests = service.requests(GenerationBody(max_tokens=0), tokens, start)
         (*_, (_, last)) = [event async for event in service.events(requests, client)]
         assert last.end is not None
         assert last.end.context is not None
-        n_tokens = len(tokens) + (0 if reader.start is None else reader.start.n_tokens)
+        n_tokens = len(tokens) + (0 if start is None else start.n_tokens)
         add = partial(store.add, last.end.context, n_tokens, body.name, parent)
         return (await run_in_threadpool(add)).plain()
 
@@ -233,7 +244,7 @@ def contexts_router(service: Service) -> APIRouter:
         The body is JSON with `text` or `tokens`, plain text (text/plain), or a context that was
         downloaded before (application/octet-stream).
         """
-        kind = client.headers.get("content-type", "").partition(";")[0].strip().lower()
+        kind = media_type(client.headers)
         if kind in SNAPSHOT_TYPES:
             content = await client.body()
             return (await run_in_threadpool(store.upload, content, name)).plain()
@@ -288,14 +299,17 @@ def inspection_router(service: Service) -> APIRouter:
     n_requests = 0
 
     async def work(body: InspectBody, client: Request) -> dict[str, Any]:
-        reader = await PromptReader.open(service, client, body.context, MAX_INSPECTED)
+        reader = PromptReader(service, client, MAX_INSPECTED)
+        start = await reader.open(body.context)
         tokens = await reader.document(body.text, body.tokens)
-        inspect = partial(inspect_tokens, service.engine.model, tokens, n_codes=body.n_codes)
-        context = None if reader.start is None else reader.start.context
-        # Not in the thread pool of all other requests.
-        found = await asyncio.to_thread(lambda: inspect(context=context).to_dict())
+        context, position = (None, 0) if start is None else (start.context, start.n_tokens)
+        model, n_codes = service.engine.model, body.n_codes
+
+        def inspect() -> dict[str, Any]:
+            return inspect_tokens(model, tokens, context=context, n_codes=n_codes).to_dict()
+
+        found = await asyncio.to_thread(inspect)  # not in the thread pool of all other requests
         names = [token_name(service.tokenizer, token) for token in tokens]
-        position = 0 if reader.start is None else reader.start.n_tokens
         return {"position": position, "tokens": tokens, "texts": names} | found
 
     @router.post("/v1/inspect")

@@ -29,11 +29,11 @@ def completions_router(service: Service) -> APIRouter:
     async def completions(body: CompletionBody, client: HTTPRequest) -> Response:
         """Continue one or several prompts."""
         service.check_model(body.model)
-        reader = await PromptReader.open(service, client, body.context)
+        reader = PromptReader(service, client)
+        start = await reader.open(body.context)
         choices: list[Choice] = []
-        for tokens, text in await reader.completions(body):
-            for request in service.requests(body, tokens, reader.start):
-                echo = text if body.echo else ""
+        for tokens, echo in await reader.completions(body):
+            for request in service.requests(body, tokens, start, body.logprobs, body.echo):
                 choices.append(Choice(service.tokenizer, len(choices), request, echo))
         head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion"}
         return await respond(service, body, client, choices, head)
@@ -42,8 +42,10 @@ def completions_router(service: Service) -> APIRouter:
     async def chat(body: ChatBody, client: HTTPRequest) -> Response:
         """Write the next message. Models without a chat template answer with status 400."""
         service.check_model(body.model)
-        reader = await PromptReader.open(service, client, body.context)
-        requests = service.requests(body, await reader.messages(body), reader.start)
+        reader = PromptReader(service, client)
+        start = await reader.open(body.context)
+        n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        requests = service.requests(body, await reader.messages(body), start, n_logprobs)
         choices = [ChatChoice(service.tokenizer, i, x) for i, x in enumerate(requests)]
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind}

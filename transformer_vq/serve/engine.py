@@ -13,7 +13,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -101,12 +100,10 @@ class Engine:
             dtype=torch.promote_types(weight.dtype, torch.float32),
             device=weight.device,
         )
-        self._slots: list[Generation | None] = [None] * n_slots
-        self._prefilling: deque[Generation] = deque()
-        """Requests whose prompts are being processed; each will have a slot."""
-        self._waiting: deque[Generation] = deque()
+        self._generations: list[Generation] = []
+        """All that are not finished; those without a slot wait, in the order of arrival."""
         self._lock = threading.Lock()
-        """Held while requests move: each is in one of the three places above at any time."""
+        """Held while the list or a slot changes."""
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -115,28 +112,27 @@ class Engine:
 
     @property
     def n_slots(self) -> int:
-        return len(self._slots)
+        return len(self._logits)
 
     @property
     def n_active(self) -> int:
         """Requests that are being processed."""
-        with self._lock:
-            return self._n_active()
-
-    def _n_active(self) -> int:
-        return len(self._prefilling) + sum(slot is not None for slot in self._slots)
+        return sum(x.slot is not None for x in self._all())
 
     @property
     def n_waiting(self) -> int:
-        return len(self._waiting)
+        return sum(x.slot is None for x in self._all())
 
     @property
     def prefill_progress(self) -> tuple[int, int]:
         """Tokens of unfinished prompts and documents: those processed, and all."""
-        with self._lock:
-            unfinished = [*self._waiting, *self._prefilling]
+        unfinished = [x for x in self._all() if not x.is_decoding]
         total = sum(len(x.request.prompt) for x in unfinished)
         return total - sum(x.n_to_prefill for x in unfinished), total
+
+    def _all(self) -> list[Generation]:
+        with self._lock:
+            return list(self._generations)
 
     def submit(self, request: Request, notify: Notify) -> Generation:
         """Queue a request; `notify` receives its events, the last of which is Finished.
@@ -154,9 +150,10 @@ class Engine:
         with self._lock:
             if self._stopping:
                 raise EngineStoppedError("the server is shutting down")
-            if len(self._waiting) + len(found) > self.max_waiting:
-                raise QueueFullError(f"{len(self._waiting)} requests are waiting")
-            self._waiting.extend(found)
+            n_waiting = sum(x.slot is None for x in self._generations)
+            if n_waiting + len(found) > self.max_waiting:
+                raise QueueFullError(f"{n_waiting} requests are waiting")
+            self._generations.extend(found)
         self._wake.set()
         return found
 
@@ -189,11 +186,6 @@ class Engine:
             self._wake.set()
             self._thread.join()
 
-    def _all(self) -> list[Generation]:
-        with self._lock:
-            occupied = [slot for slot in self._slots if slot is not None]
-            return [*self._waiting, *self._prefilling, *occupied]
-
     def _run(self) -> None:
         while True:
             self._wake.clear()
@@ -209,13 +201,15 @@ class Engine:
         with torch.no_grad(), self._precision():
             self._drop_ended()
             self._admit()
-            first = self._prefilling[0] if self._prefilling else None
-            has_prefilled = first is not None and self._guarded(self._prefill, [first])
-            occupied = [x for x in self._slots if x is not None and not x.finished]
-            has_decoded = bool(occupied) and self._guarded(self._decode, occupied)
-        return has_prefilled or has_decoded
+            prefilling = [x for x in self._all() if x.slot is not None and not x.is_decoding][:1]
+            for generation in prefilling:
+                self._guarded(partial(self._prefill, generation), [generation])
+            decoding = [x for x in self._all() if x.is_decoding]
+            if decoding:
+                self._guarded(partial(self._decode, decoding), decoding)
+        return bool(prefilling or decoding)
 
-    def _guarded(self, step: Callable[[], None], affected: Sequence[Generation]) -> bool:
+    def _guarded(self, step: Callable[[], None], affected: Sequence[Generation]) -> None:
         """Run a step; if it fails, end the requests that it affects. The server keeps running."""
         try:
             step()
@@ -226,7 +220,6 @@ class Engine:
                 message = str(error)
             for generation in affected:
                 generation.finish("error", error=message)
-        return True
 
     def _drop_ended(self) -> None:
         """Finish what was cancelled or took too long, and free the slots of what is finished."""
@@ -238,12 +231,10 @@ class Engine:
             elif deadline is not None and now >= deadline:
                 generation.finish("timeout")
         with self._lock:
-            for x in (*self._waiting, *self._prefilling, *self._slots):
-                if x is not None and x.finished:
-                    self._count(x, now)
-            self._waiting = deque(x for x in self._waiting if not x.finished)
-            self._prefilling = deque(x for x in self._prefilling if not x.finished)
-            self._slots = [None if x is None or x.finished else x for x in self._slots]
+            for generation in self._generations:
+                if generation.finished:
+                    self._count(generation, now)
+            self._generations = [x for x in self._generations if not x.finished]
 
     def _count(self, generation: Generation, now: float) -> None:
         counters, reason, start = self.counters, str(generation.reason), generation.request.start
@@ -252,17 +243,17 @@ class Engine:
         counters.duration.observe(now - generation.submitted)
 
     def _admit(self) -> None:
-        """Start the prefill of waiting requests, as many as there are free slots."""
+        """Give the free slots to waiting requests."""
         now = time.monotonic()
         with self._lock:
-            while self._waiting and self._n_active() < self.n_slots:
-                generation = self._waiting.popleft()
-                self._prefilling.append(generation)
-                self.counters.queue_wait.observe(now - generation.submitted)
+            free = set(range(self.n_slots)) - {x.slot for x in self._generations}
+            for generation in self._generations:
+                if generation.slot is None and free:
+                    generation.slot = free.pop()
+                    self.counters.queue_wait.observe(now - generation.submitted)
 
-    def _prefill(self) -> None:
-        """Process one segment of the next prompt in turn."""
-        generation = self._prefilling[0]
+    def _prefill(self, generation: Generation) -> None:
+        """Process one segment of a prompt; then it is the turn of the others."""
         generation.reuse(self.prefixes)
         if generation.n_to_prefill:
             before = generation.n_to_prefill
@@ -270,26 +261,27 @@ class Engine:
             self.counters.prompt_tokens += before - generation.n_to_prefill
         if generation.n_to_prefill:
             with self._lock:
-                self._prefilling.rotate(-1)
+                self._generations.remove(generation)
+                self._generations.append(generation)
             return
-        generation.start_decoding()
+        generation.send_prefilled()
         if generation.request.max_new_tokens == 0:
             generation.finish("length")
             return
-        slot = self._slots.index(None)
         assert generation.context is not None
-        self._decoder.write_row_(slot, generation.context.state)
-        self._logits[slot] = generation.context.logits[0]
-        with self._lock:
-            self._slots[slot] = self._prefilling.popleft()
+        assert generation.slot is not None
+        self._decoder.write_row_(generation.slot, generation.context.state)
+        self._logits[generation.slot] = generation.context.logits[0]
+        generation.is_decoding = True
 
-    def _decode(self) -> None:
+    def _decode(self, decoding: Sequence[Generation]) -> None:
         """Choose the next token of every text, and compute the logits of the one after it.
 
         What fails for one text ends that text only. A failing step of the decoder ends all: it
         changes the states in place, so it cannot be repeated.
         """
-        slots = [x if x is not None and not x.finished else None for x in self._slots]
+        by_slot = {x.slot: x for x in decoding}
+        slots = [by_slot.get(i) for i in range(self.n_slots)]
         drawn = [0.0 if x is None else x.uniform() for x in slots]
         logits = self._logits
         uniform = torch.tensor(drawn, dtype=torch.float64).to(logits.dtype)

@@ -37,6 +37,7 @@ LARGE = 1 << 16
 """Bytes above which a body is parsed on another thread, so that others can go on."""
 OTHER_VALUES = 100_000
 """Values that a body may have besides the tokens of a prompt."""
+SNAPSHOT_TYPES = ("application/octet-stream", "application/x-safetensors")
 HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
@@ -54,9 +55,15 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, api_key: str | None, max_bytes: int, hosts: frozenset[str] | None
+        self,
+        app: ASGIApp,
+        api_key: str | None,
+        max_bytes: int,
+        max_values: int,
+        hosts: frozenset[str] | None,
     ) -> None:
-        self._app, self._api_key, self._max_bytes = app, api_key, max_bytes
+        self._app, self._api_key = app, api_key
+        self._max_bytes, self._max_values = max_bytes, max_values
         # A proxy may pass another host name than the one in the address of the page.
         self._origins = {name for name in hosts or () if not is_local(name)}
         self._held = 0
@@ -66,16 +73,24 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        n_bytes = 0
+        headers, n_bytes, n_commas = Headers(scope=scope), 0, 0
+        is_json = media_type(headers) not in ("text/plain", *SNAPSHOT_TYPES)
 
         async def counted() -> Message:
-            nonlocal n_bytes
+            nonlocal n_bytes, n_commas
             message = await receive()
-            n_new = len(message.get("body", b""))
+            body = message.get("body", b"")
+            n_new = len(body)
             n_bytes += n_new
             self._held += n_new
             if n_bytes > self._max_bytes:
                 raise self._too_large()
+            # All values but the first of a list or object follow a comma, so the commas bound the
+            # memory of the values, which can be 30 times that of the body.
+            n_commas += body.count(b",") if is_json else 0
+            if n_commas > self._max_values:
+                text = f"the body has more than {self._max_values:,} commas; send less"
+                raise APIError(413, text)
             if n_new and self._held > BODIES * self._max_bytes:
                 raise APIError(503, "the server is busy with large requests; try again later")
             return message
@@ -86,7 +101,7 @@ class Guard:
             await send(message)
 
         try:
-            error = self._error(scope["path"], Headers(scope=scope))
+            error = self._error(scope["path"], headers)
             app = self._app if error is None else error.response()
             await app(scope, counted, extended)
         finally:
@@ -122,6 +137,11 @@ class Guard:
         return APIError(413, message, code="request_too_large")
 
 
+def media_type(headers: Headers) -> str:
+    """Return the type of the body, without parameters."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 def host_name(host: str) -> str | None:
     """Return the name or address in a host header, without its port; None if it is invalid."""
     found = HOST.fullmatch(host)
@@ -137,28 +157,22 @@ def is_local(name: str) -> bool:
 
 
 class BodyRequest(Request):
-    """A request whose JSON body is limited, and parsed on another thread if it is large."""
+    """A request whose JSON body is parsed on another thread if it is large."""
 
     async def json(self) -> Any:
         return await self.parsed(json.loads)
 
     async def parsed(self, parse: Callable[[bytes], T]) -> T:
         """Return what a function makes of the body; raise APIError if it is invalid."""
-        content, limit = await self.body(), self.app.state.max_values
-
-        def work() -> T:
-            # All values but the first of a list or object follow a comma, so the commas bound the
-            # memory of the values, which can be 30 times that of the body.
-            if content.count(b",") > limit:
-                raise APIError(413, f"the body has more than {limit:,} commas; send less")
-            try:
-                return parse(content)
-            except ValidationError as error:
-                raise invalid_field(error.errors()[0]) from None
-            except (ValueError, RecursionError):
-                raise APIError(400, "the body is not valid JSON") from None
-
-        return await run_in_threadpool(work) if len(content) > LARGE else work()
+        content = await self.body()
+        try:
+            if len(content) > LARGE:
+                return await run_in_threadpool(parse, content)
+            return parse(content)
+        except ValidationError as error:
+            raise invalid_field(error.errors()[0]) from None
+        except (ValueError, RecursionError):
+            raise APIError(400, "the body is not valid JSON") from None
 
 
 class BodyRoute(APIRoute):

@@ -22,30 +22,25 @@ MAX_CHARACTERS = 64  # per token of the limit; longer texts are rejected before 
 
 
 class PromptReader:
-    """Reads the prompts of one HTTP request.
+    """Reads the prompts of one HTTP request; `open` comes first.
 
-    start: the stored context that they continue; without one, texts start with bos. limit: of the
-    tokens of all prompts together. All methods raise APIError for what is invalid or too long, and
-    if the client has disconnected.
+    limit: of the tokens of all prompts together. All methods raise APIError for what is invalid or
+    too long, and if the client has disconnected.
     """
 
-    def __init__(
-        self, service: Service, client: HTTPRequest, start: Start | None, limit: int | None = None
-    ) -> None:
-        self._service, self._client, self.start = service, client, start
-        self._tokenizer, self._vocab_size = service.tokenizer, service.vocab_size
-        self._bos = [] if start is not None else [service.tokenizer.bos]
+    def __init__(self, service: Service, client: HTTPRequest, limit: int | None = None) -> None:
+        self._service, self._client = service, client
+        self._tokenizer = service.tokenizer
+        self._bos: list[int] = []
         self._limit = service.limits.prompt_tokens if limit is None else limit
         self._n_tokens = 0
 
-    @classmethod
-    async def open(
-        cls, service: Service, client: HTTPRequest, context: str | None, limit: int | None = None
-    ) -> PromptReader:
-        """Return a reader for prompts that continue the context of an id, if given."""
-        if context is None:
-            return cls(service, client, None, limit)
-        return cls(service, client, await run_in_threadpool(service.contexts.open, context), limit)
+    async def open(self, context: str | None) -> Start | None:
+        """Return the stored context that prompts continue; without one, texts start with bos."""
+        if context is not None:
+            return await run_in_threadpool(self._service.contexts.open, context)
+        self._bos = [self._tokenizer.bos]
+        return None
 
     async def completions(self, body: CompletionBody) -> list[tuple[Sequence[int], str]]:
         """Return the tokens of all prompts, and the texts to echo."""
@@ -59,15 +54,16 @@ class PromptReader:
         found: list[tuple[Sequence[int], str]] = []
         for item in given:
             if isinstance(item, str):
-                found.append((await self._text(item, "prompt"), item))
+                tokens = await self._text(item, "prompt")
+                found.append((tokens, item if body.echo else ""))
             elif isinstance(item, list) and item:  # with bos if the client wants it
                 text = await run_in_threadpool(self._check_tokens, item, "prompt", body.echo)
                 found.append((item, text))
             else:
                 message = "prompt: every entry must be a text or a list of token ids"
                 raise APIError(400, message, "prompt")
-        if body.scores_prompt:
-            check_scores(self._n_tokens * body.n, body.n_logprobs or 0)
+        if body.echo and body.logprobs is not None:
+            check_scores(self._n_tokens * body.n, body.logprobs)
         return found
 
     async def document(self, text: str, tokens: list[int] | None) -> Sequence[int]:
@@ -172,8 +168,9 @@ class PromptReader:
         if any(type(x) is not int for x in tokens):
             message = f"{param}: every entry must be a text or a list of token ids"
             raise APIError(400, message, param)
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
-            message = f"{param}: token ids must be from 0 to {self._vocab_size - 1}"
+        last = self._service.engine.model.config.vocab_size - 1
+        if tokens and not 0 <= min(tokens) <= max(tokens) <= last:
+            message = f"{param}: token ids must be from 0 to {last}"
             raise APIError(400, message, param)
         return self._tokenizer.decode(tokens).decode(errors="replace") if is_decoded else ""
 

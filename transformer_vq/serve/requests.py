@@ -55,7 +55,7 @@ class Request:
     n_logprobs: int | None = None
     """Report the log probability of each token, and this many of the most likely ones."""
     scores_prompt: bool = False
-    """Report log probabilities of the prompt too."""
+    """If log probabilities are reported, report those of the prompt too."""
     start: Start | None = None
     deadline: float | None = None
     """Time of `time.monotonic` at which the request ends with reason "timeout"."""
@@ -111,11 +111,14 @@ class Generation:
         self._notify = notify
         self._text = TextStream(tokenizer, request.stop)
         self._eod = tokenizer.eod
+        self._scores_prompt = request.scores_prompt and request.n_logprobs is not None
         self._rng = np.random.default_rng([request.seed, request.sample])
         self.submitted = time.monotonic()
         self.last_token: float | None = None
         """Time of the last token, if there was one."""
-        self.is_cancelled = False
+        self.slot: int | None = None
+        """Set by the engine when the request is processed."""
+        self.is_decoding = self.is_cancelled = False
         self.reason: Reason | None = None
         self.n_cached = self.n_new = self._n_prefilled = 0
         self._digests: dict[int, bytes] | None = None
@@ -143,7 +146,7 @@ class Generation:
         request = self.request
         start = b"" if request.start is None else request.start.digest
         self._digests = prefix_digests(request.prompt, start)
-        if request.scores_prompt:
+        if self._scores_prompt:
             self._scores = [None]
             return
         for n, digest in reversed(self._digests.items()):
@@ -159,11 +162,11 @@ class Generation:
         device = next(model.parameters()).device
         tokens = to_device(torch.as_tensor(request.prompt[begin:end]), device)
         state = model.init_state(1) if self.context is None else self.context.state
-        n_logits = end - begin if request.scores_prompt else 1
+        n_logits = end - begin if self._scores_prompt else 1
         output = model(tokens.unsqueeze(0), state, n_logits=n_logits)
         self.context = Context(output.logits[:, -1].clone(), output.state)
         self._n_prefilled = end
-        if request.scores_prompt:
+        if self._scores_prompt:
             known = request.prompt[begin + 1 : end + 1]
             found = scores(output.logits[0, : len(known)], known, request.n_logprobs or 0)
             self._scores.extend(found)
@@ -171,7 +174,7 @@ class Generation:
         if is_stored(end, list(self._digests)):
             prefixes.put(self._digests[end], self.context)
 
-    def start_decoding(self) -> None:
+    def send_prefilled(self) -> None:
         """Report that the prompt is processed."""
         event = Event(scores=tuple(self._scores))
         self._scores = []  # large

@@ -120,16 +120,6 @@ class GenerationBody(Body):
         """The maximum number of tokens to generate, if it is given."""
         return self.max_tokens
 
-    @property
-    def n_logprobs(self) -> int | None:
-        """Most likely tokens to report with each token; None reports no log probabilities."""
-        return None
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether log probabilities of the prompt are reported."""
-        return False
-
 
 class CompletionBody(GenerationBody):
     """Body of POST /v1/completions."""
@@ -138,14 +128,6 @@ class CompletionBody(GenerationBody):
     """A text, a list of texts, a list of token ids, or a list of such lists."""
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
-
-    @property
-    def n_logprobs(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def scores_prompt(self) -> bool:
-        return self.echo and self.logprobs is not None
 
 
 class ChatPart(Body):
@@ -192,10 +174,6 @@ class ChatBody(GenerationBody):
     @property
     def n_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def n_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class ContextBody(Body):

@@ -54,11 +54,6 @@ class Service:
     def tokenizer(self) -> Tokenizer:
         return self.engine.tokenizer
 
-    @property
-    def vocab_size(self) -> int:
-        size: int = self.engine.model.config.vocab_size
-        return size
-
     def check_model(self, name: str | None) -> None:
         """Raise APIError if a request names another model."""
         if name not in (None, self.name):
@@ -66,7 +61,12 @@ class Service:
             raise APIError(404, message, "model", "model_not_found")
 
     def requests(
-        self, body: GenerationBody, prompt: Sequence[int], start: Start | None
+        self,
+        body: GenerationBody,
+        prompt: Sequence[int],
+        start: Start | None,
+        n_logprobs: int | None = None,
+        scores_prompt: bool = False,
     ) -> list[Request]:
         """Return the engine's requests for the samples of a prompt; without a seed they vary."""
         limit, wanted = self.limits.new_tokens, body.n_new_tokens
@@ -81,8 +81,8 @@ class Service:
                 seed=seed,
                 sample=sample,
                 stop=tuple(body.stop),
-                n_logprobs=body.n_logprobs,
-                scores_prompt=body.scores_prompt,
+                n_logprobs=n_logprobs,
+                scores_prompt=scores_prompt,
                 start=start,
                 deadline=time.monotonic() + self.limits.seconds,
             )

@@ -11,19 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from openai import (
-    APIError,
-    AuthenticationError,
-    BadRequestError,
-    NotFoundError,
-    OpenAI,
-)
+from openai import APIError, AuthenticationError, BadRequestError, NotFoundError, OpenAI
+from servers import a_run, wait_until
 
-from transformer_vq import ModelConfig, TransformerVQ, generate_text, load_run
-from transformer_vq.config import DataConfig, RunConfig, TrainConfig
-from transformer_vq.data.tokenizers import ByteTokenizer
-from transformer_vq.training.checkpoint import write_config
+from transformer_vq import generate_text, load_run
 
 KEY = "secret"
 
@@ -31,14 +22,7 @@ KEY = "secret"
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run folder with a random model, whose texts hardly ever end."""
-    folder = tmp_path_factory.mktemp("runs") / "small"
-    torch.manual_seed(0)
-    model = ModelConfig(vocab_size=256, d_model=16, n_layer=1, d_k=8, n_code=8, block_len=8)
-    config = RunConfig(model, DataConfig(end_of_document=False), train=TrainConfig(steps=1))
-    (folder / "best").mkdir(parents=True)
-    write_config(folder, config, ByteTokenizer())
-    TransformerVQ(model).save(folder / "best" / "model.safetensors")
-    return folder
+    return a_run(tmp_path_factory.mktemp("runs") / "small")
 
 
 class Served:
@@ -144,10 +128,7 @@ def test_cancelled_stream_frees_its_slot(served):
     next(iter(stream))
     assert served.active() == 1
     stream.close()
-    deadline = time.monotonic() + 30
-    while served.active():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not served.active())
 
 
 def test_sigterm_ends_requests_within_the_deadline(run, tmp_path):
@@ -196,15 +177,12 @@ def test_server_killed_under_load_loses_no_stored_context(run, tmp_path):
     threads = [threading.Thread(target=x, daemon=True) for x in (generate, generate, upload)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 60
-    while len(texts) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(texts) >= 5, seconds=60)
     server.process.kill()  # while texts are generated and contexts are written
     for thread in threads:
         thread.join()
     server.stop(signal.SIGKILL)
     assert len(errors) == 3
-    assert len(texts) >= 5
     server = Served(run, tmp_path)
     listed = {x["id"]: x for x in server.client.get("/contexts", cast_to=object)["data"]}
     for created in contexts:

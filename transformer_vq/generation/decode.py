@@ -55,41 +55,32 @@ def stream(
     if compiled:
         step = compile_decoding(step, context.logits.device, decoder.tensors())
     uniform = _uniform_numbers(seed, context.logits, max_new_tokens)
-    choose = (sampling or Sampling()).choose
-    return _stream(step, context.logits, choose, uniform, max_new_tokens, set(stop_tokens))
+    choose, is_ahead = (sampling or Sampling()).choose, runs_ahead(context.logits)
 
+    def decode() -> Iterator[list[int | None]]:
+        logits = context.logits
+        tokens = choose(logits, next(uniform))
+        done = [False] * len(tokens)
+        for number in range(max_new_tokens):
+            fetched = HostCopy(mark_not_finite(tokens, logits))
+            is_last = number + 1 == max_new_tokens
+            if is_ahead and not is_last:
+                logits = step(tokens)
+                tokens = choose(logits, next(uniform))
+            found = list(zip(fetched.tolist(), done, strict=True))
+            if any(token == NOT_FINITE and not over for token, over in found):
+                raise NotFiniteError(
+                    "the logits are NaN or infinite; the weights or the codebooks are not finite"
+                )
+            yield [None if over else token for token, over in found]
+            done = [over or token in stop_tokens for token, over in found]
+            if all(done) or is_last:
+                return
+            if not is_ahead:
+                logits = step(tokens)
+                tokens = choose(logits, next(uniform))
 
-def _stream(
-    step: Callable[[Tensor], Tensor],
-    logits: Tensor,
-    choose: Callable[[Tensor, Tensor], Tensor],
-    uniform: Iterator[Tensor],
-    max_new_tokens: int,
-    stop_tokens: set[int],
-) -> Iterator[list[int | None]]:
-    if max_new_tokens == 0:
-        return
-    is_ahead = runs_ahead(logits)
-    tokens = choose(logits, next(uniform))
-    done = [False] * len(tokens)
-    for number in range(max_new_tokens):
-        fetched = HostCopy(mark_not_finite(tokens, logits))
-        is_last = number + 1 == max_new_tokens
-        if is_ahead and not is_last:
-            logits = step(tokens)
-            tokens = choose(logits, next(uniform))
-        found = fetched.tolist()
-        if any(token == NOT_FINITE and not over for token, over in zip(found, done, strict=True)):
-            raise NotFiniteError(
-                "the logits are NaN or infinite; the weights or the codebooks are not finite"
-            )
-        yield [None if over else token for token, over in zip(found, done, strict=True)]
-        done = [over or token in stop_tokens for token, over in zip(found, done, strict=True)]
-        if all(done) or is_last:
-            return
-        if not is_ahead:
-            logits = step(tokens)
-            tokens = choose(logits, next(uniform))
+    return decode() if max_new_tokens else iter(())
 
 
 def runs_ahead(logits: Tensor) -> bool:

@@ -95,20 +95,21 @@ class Choice:
 
     def _logprobs(self) -> dict[str, Any]:
         """Return the new log probabilities."""
-        columns: dict[str, list[Any]] = {
-            name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
-        }
+        tokens: list[str] = []
+        offsets: list[int] = []
         for score in self._scores:
-            name, logprob, top = "", None, None
-            if score is not None:
-                name, logprob = token_name(self._tokenizer, score.token), score.logprob
-                top = {token_name(self._tokenizer, token): x for token, x in score.top}
-            for column, value in zip(
-                columns.values(), (name, logprob, top, self._offset), strict=True
-            ):
-                column.append(value)
-            self._offset += len(name)
-        return columns
+            offsets.append(self._offset)
+            tokens.append("" if score is None else token_name(self._tokenizer, score.token))
+            self._offset += len(tokens[-1])
+        return {
+            "tokens": tokens,
+            "token_logprobs": [None if x is None else x.logprob for x in self._scores],
+            "top_logprobs": [
+                None if x is None else {token_name(self._tokenizer, t): p for t, p in x.top}
+                for x in self._scores
+            ],
+            "text_offset": offsets,
+        }
 
 
 class ChatChoice(Choice):

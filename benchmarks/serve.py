@@ -257,7 +257,7 @@ def bare_engine(
         submit(client)
     engine.start()
     seconds = wait("bare engine", 60 * settings.minutes)
-    n_tokens = engine.counters.prompt_tokens + engine.counters.new_tokens
+    n_tokens = engine.metrics.total("prompt_tokens") + engine.metrics.total("generated_tokens")
     ended.set()
     engine.stop()
     return n_tokens / seconds

@@ -100,7 +100,7 @@ def serving() -> None:
         engine.run_once()
     while engine.run_once():
         pass
-    assert engine.counters.new_tokens == 6
+    assert engine.metrics.total("generated_tokens") == 6
 
 
 @contextmanager

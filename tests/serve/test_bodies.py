@@ -76,4 +76,4 @@ def test_text_of_a_client_that_has_left_is_not_encoded(tmp_path):
         connection.close()
         wait_until(lambda: time.monotonic() - tokenizer.last > 0.5)
         assert tokenizer.n_encoded < n_parts
-        assert service.engine.counters.prompt_tokens == 0
+        assert service.engine.metrics.total("prompt_tokens") == 0

@@ -77,7 +77,7 @@ def test_cancelled_request_frees_its_slot(model, when):
         other.cancel()
         engine.run_once()
     assert (engine.n_active, engine.n_waiting) == (0, 0)
-    assert engine.counters.finished["cancelled"] == 1 + (when == "waiting")
+    assert engine.metrics.total("requests", reason="cancelled") == 1 + (when == "waiting")
 
 
 def test_failure_ends_only_the_requests_it_affects(model):
@@ -176,7 +176,7 @@ def test_prompt_is_not_processed_twice(model):
     engine = an_engine(model)
     (first,) = collect(engine, Request(a_prompt(70), 4, seed=1))
     (second,) = collect(engine, Request(a_prompt(70), 4, seed=1))
-    assert second[-1].end.n_cached == engine.counters.prompt_tokens == 70
+    assert second[-1].end.n_cached == engine.metrics.total("prompt_tokens") == 70
     assert text_of(second) == text_of(first)
 
 

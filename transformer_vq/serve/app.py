@@ -15,9 +15,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
@@ -117,8 +115,17 @@ async def handle_error(request: Request, error: Exception) -> JSONResponse:
 def information_router(service: Service) -> APIRouter:
     """Return the page, and routes about the model and the server."""
     router = APIRouter(tags=["information"])
-    engine, registry = service.engine, CollectorRegistry()
-    registry.register(EngineCollector(service))
+    engine, contexts = service.engine, service.contexts
+    for name, text, value in (
+        ("slots", "Maximum number of concurrent requests.", lambda: engine.n_slots),
+        ("active_requests", "Requests that are being processed.", lambda: engine.n_active),
+        ("waiting_requests", "Requests that wait for a slot.", lambda: engine.n_waiting),
+        ("state_bytes", "Size of the state of one slot.", lambda: engine.state_bytes),
+        ("prefix_bytes", "Stored prefixes in memory.", lambda: engine.prefixes.n_bytes),
+        ("contexts", "Stored contexts.", lambda: len(contexts.list())),
+        ("context_bytes", "Of all contexts.", lambda: sum(x.bytes for x in contexts.list())),
+    ):
+        engine.metrics.gauge(name, text, value)
     state = engine.model.init_state(1)
     model = {
         "id": service.name,
@@ -156,8 +163,8 @@ def information_router(service: Service) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        """Return counters and gauges for Prometheus."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        """Return counters, gauges and histograms for Prometheus."""
+        return Response(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -171,41 +178,6 @@ def information_router(service: Service) -> APIRouter:
         return model
 
     return router
-
-
-class EngineCollector(Collector):
-    """Reads the counters of the engine when they are asked for."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-
-    def collect(self) -> Iterator[Metric]:
-        engine = self._service.engine
-        count = engine.counters
-        for name, text, value in (
-            ("tvq_prompt_tokens", "Tokens of prompts that were processed.", count.prompt_tokens),
-            ("tvq_cached_tokens", "Reused tokens of prompts and contexts.", count.cached_tokens),
-            ("tvq_generated_tokens", "Tokens that were generated.", count.new_tokens),
-            ("tvq_decoding_steps", "Decoding steps of all slots.", count.steps),
-        ):
-            yield CounterMetricFamily(name, text, value)
-        finished = CounterMetricFamily("tvq_requests", "Finished texts.", labels=["reason"])
-        for reason, n in sorted(count.finished.items()):
-            finished.add_metric([reason], n)
-        yield finished
-        for histogram in (count.queue_wait, count.first_token, count.next_token, count.duration):
-            yield from histogram.collect()
-        contexts = self._service.contexts.list()
-        for name, text, value in (
-            ("tvq_slots", "Maximum number of concurrent requests.", engine.n_slots),
-            ("tvq_active_requests", "Requests that are being processed.", engine.n_active),
-            ("tvq_waiting_requests", "Requests that wait for a slot.", engine.n_waiting),
-            ("tvq_state_bytes", "Size of the state of one slot.", engine.state_bytes),
-            ("tvq_prefix_bytes", "Stored prefixes in memory.", engine.prefixes.n_bytes),
-            ("tvq_contexts", "Stored contexts.", len(contexts)),
-            ("tvq_context_bytes", "Size of all stored contexts.", sum(x.bytes for x in contexts)),
-        ):
-            yield GaugeMetricFamily(name, text, value)
 
 
 def contexts_router(service: Service) -> APIRouter:

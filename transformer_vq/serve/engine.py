@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-from prometheus_client import Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from torch import Tensor
 
 from transformer_vq.data.tokenizers import Tokenizer
@@ -45,25 +45,35 @@ class EngineStoppedError(RuntimeError):
     """The engine accepts no more requests."""
 
 
-def _histogram(name: str, text: str) -> Histogram:
-    """Return a histogram of seconds, from a millisecond to ten minutes."""
-    bounds = [x * 10.0**e for e in range(-3, 3) for x in (1, 2, 5)]
-    return Histogram(f"tvq_{name}_seconds", text, registry=None, buckets=bounds)
-
-
-class Counters:
-    """What the engine has done since it was started; the histograms are per text or token."""
+class Metrics:
+    """What the engine has done since it was started, for Prometheus; times are in seconds."""
 
     def __init__(self) -> None:
-        self.prompt_tokens = self.new_tokens = self.steps = 0
-        self.cached_tokens = 0
-        """Tokens of prompts and stored contexts that were not processed again."""
-        self.finished: dict[str, int] = {}
-        """Number of requests by reason."""
-        self.queue_wait = _histogram("queue_wait", "Time that a text waits for a slot.")
-        self.first_token = _histogram("time_to_first_token", "From arrival to the first token.")
-        self.next_token = _histogram("time_per_output_token", "Between two tokens of a text.")
-        self.duration = _histogram("request_duration", "From arrival to the end of a text.")
+        self.registry = CollectorRegistry()
+        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of processed prompts.")
+        self.cached_tokens = self._counter("cached_tokens", "Reused tokens: prompts and contexts.")
+        self.new_tokens = self._counter("generated_tokens", "Tokens that were generated.")
+        self.steps = self._counter("decoding_steps", "Decoding steps of all slots.")
+        self.finished = self._counter("requests", "Finished texts.", ["reason"])
+        self.queue_wait = self._histogram("queue_wait", "Until a text has a slot.")
+        self.first_token = self._histogram("time_to_first_token", "From arrival to first token.")
+        self.next_token = self._histogram("time_per_output_token", "Between two tokens of a text.")
+        self.duration = self._histogram("request_duration", "From arrival to the end of a text.")
+
+    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(f"tvq_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        bounds = [x * 10.0**e for e in range(-3, 3) for x in (1, 2, 5)]
+        return Histogram(f"tvq_{name}_seconds", text, registry=self.registry, buckets=bounds)
+
+    def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Add a value that is computed when it is asked for."""
+        Gauge(f"tvq_{name}", text, registry=self.registry).set_function(value)
+
+    def total(self, name: str, **labels: str) -> float:
+        """Return the value of a counter."""
+        return self.registry.get_sample_value(f"tvq_{name}_total", labels) or 0.0
 
 
 def check_servable(model: TransformerVQ) -> None:
@@ -90,7 +100,7 @@ class Engine:
         check_servable(model)
         self.model, self.tokenizer, self.prefixes = model.eval(), tokenizer, prefixes
         self.max_waiting = max_waiting
-        self.counters = Counters()
+        self.metrics = Metrics()
         self._precision = precision
         self._decoder = Decoder(model, model.init_state(n_slots))
         weight = next(model.parameters())
@@ -237,10 +247,10 @@ class Engine:
             self._generations = [x for x in self._generations if not x.finished]
 
     def _count(self, generation: Generation, now: float) -> None:
-        counters, reason, start = self.counters, str(generation.reason), generation.request.start
-        counters.cached_tokens += generation.n_cached + (0 if start is None else start.n_tokens)
-        counters.finished[reason] = counters.finished.get(reason, 0) + 1
-        counters.duration.observe(now - generation.submitted)
+        metrics, start = self.metrics, generation.request.start
+        metrics.cached_tokens.inc(generation.n_cached + (0 if start is None else start.n_tokens))
+        metrics.finished.labels(generation.reason).inc()
+        metrics.duration.observe(now - generation.submitted)
 
     def _admit(self) -> None:
         """Give the free slots to waiting requests."""
@@ -250,7 +260,7 @@ class Engine:
             for generation in self._generations:
                 if generation.slot is None and free:
                     generation.slot = free.pop()
-                    self.counters.queue_wait.observe(now - generation.submitted)
+                    self.metrics.queue_wait.observe(now - generation.submitted)
 
     def _prefill(self, generation: Generation) -> None:
         """Process one segment of a prompt; then it is the turn of the others."""
@@ -258,7 +268,7 @@ class Engine:
         if generation.n_to_prefill:
             before = generation.n_to_prefill
             generation.prefill(self.model, self.prefixes)
-            self.counters.prompt_tokens += before - generation.n_to_prefill
+            self.metrics.prompt_tokens.inc(before - generation.n_to_prefill)
         if generation.n_to_prefill:
             with self._lock:
                 self._generations.remove(generation)
@@ -290,7 +300,7 @@ class Engine:
         if is_ahead:
             self._logits = self._decoder.step(tokens)
         found, now = fetched.tolist(), time.monotonic()
-        self.counters.steps += 1  # before the events, which may be the end of a response
+        self.metrics.steps.inc()  # before the events, which may be the end of a response
         for i, generation in enumerate(slots):
             if generation is not None:
                 add = partial(self._add, generation, found[i], logits[i], now)
@@ -321,10 +331,10 @@ class Engine:
             return
         if token == NOT_FINITE:
             raise NotFiniteError("the logits are NaN or infinite")
-        self.counters.new_tokens += 1
+        self.metrics.new_tokens.inc()
         if generation.last_token is None:
-            self.counters.first_token.observe(now - generation.submitted)
+            self.metrics.first_token.observe(now - generation.submitted)
         else:
-            self.counters.next_token.observe(now - generation.last_token)
+            self.metrics.next_token.observe(now - generation.last_token)
         generation.last_token = now
         generation.add(token, logits)

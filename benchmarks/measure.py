@@ -1,4 +1,4 @@
-"""Measurements that the doctor and the benchmarks share.
+"""Measurements that the benchmarks share.
 
 Subprocesses with limits, timing, the machine record, and the references for the speed of a model:
 matrix-product rates and read bandwidth. Measuring rates takes bounded time on any CPU, even if it

@@ -113,12 +113,18 @@ def test_exception_is_a_row_without_a_traceback(few, monkeypatch, capsys):
     assert "Traceback" not in out + err
 
 
+def test_compiled_models_are_compared_with_float64():
+    with torch.compiler.set_stance("force_eager"):  # compiling takes minutes
+        found = doctor.check_compiled_training(CPU) + doctor.check_compiled_decoder(CPU)
+    assert [x.name for x in found] == ["compiled training step", "compiled decoder"]
+    assert {x.status for x in found} == {"ok"}
+
+
 @pytest.mark.slow
-def test_compiled_paths_and_speed_are_reported_by_a_subprocess():
-    for group in (doctor.check_compiled, doctor.measure_speed):
-        found = doctor.in_subprocess(group, CPU)
-        assert {x.status for x in found} <= {"ok", "equal"}
-        assert all(x.value is not None for x in found)
+def test_speed_is_reported_by_a_subprocess():
+    found = doctor.in_subprocess(doctor.measure_speed, CPU)
+    assert [x.name.split(",")[0] for x in found] == ["training", "decoding", "decoding"]
+    assert min(x.value for x in found) > 0
 
 
 @pytest.mark.parametrize(

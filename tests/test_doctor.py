@@ -113,6 +113,9 @@ def test_exception_is_a_row_without_a_traceback(few, monkeypatch, capsys):
     assert "Traceback" not in out + err
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_compiled_models_are_compared_with_float64():
     with torch.compiler.set_stance("force_eager"):  # compiling takes minutes
         found = doctor.check_compiled_training(CPU) + doctor.check_compiled_decoder(CPU)

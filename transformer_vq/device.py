@@ -64,17 +64,6 @@ def total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def free_memory(device: torch.device) -> int:
-    """Return the memory of the device that can be allocated, in bytes."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        status = Path("/proc/meminfo").read_text()
-        return int(status.split("MemAvailable:")[1].split()[0]) * 1024
-    except (OSError, IndexError):
-        return total_memory(device)
-
-
 @contextmanager
 def meta_device() -> Iterator[None]:
     """Create modules on the device "meta" in the context: shapes only, for tensors to come."""

@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from common import Flat, Output, Record, config_record, main, trainer_and_batches
+from measure import machine, synchronize
 from transformer_vq.config import RunConfig
 from transformer_vq.device import find_device
 from transformer_vq.errors import UserError
-from transformer_vq.measure import machine, synchronize
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import info
 from transformer_vq.training.checkpoint import read_config

@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, records and figures. Timing is in `transformer_vq.measure`.
+"""What the benchmarks share: options, records and figures. Timing is in `measure.py`.
 
 Every script has a function `run` or `measure` that returns a record of plain values, `table`, which
 formats it, and for most a function that plots it. The keys of records are never renamed.

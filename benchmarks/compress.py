@@ -26,12 +26,12 @@ import torch
 import tyro
 
 from common import Device, Output, Record, main
+from measure import machine
 from ngram import N, bits_by_order
 from transformer_vq.config import DataConfig, Format, Precision
 from transformer_vq.data.text import find_inputs
 from transformer_vq.device import find_device
 from transformer_vq.errors import MissingExtraError, UserError, missing_extra
-from transformer_vq.measure import machine
 from transformer_vq.progress import Advance, info, progress_bar, warn
 from transformer_vq.training.evaluate import evaluate
 from transformer_vq.training.plot_style import BLUE, GREEN, LINE, MUTED, ORANGE, new_figure

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, spawn
 
 from common import Output, Record, check_positive, main
+from measure import OUT_OF_MEMORY, limit_memory, over_time
 from transformer_vq.config import (
     ModelConfig,
     ParallelConfig,
@@ -27,7 +28,6 @@ from transformer_vq.config import (
 from transformer_vq.data.batches import Batch
 from transformer_vq.errors import is_out_of_memory
 from transformer_vq.files import read_json, write_json
-from transformer_vq.measure import OUT_OF_MEMORY, limit_memory, over_time
 from transformer_vq.memory_use import allocated_bytes
 from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ

@@ -21,18 +21,18 @@ from torch import Tensor, nn
 
 import gpt2
 from common import Device, Output, Record, check_positive, main
-from transformer_vq.config import AttentionType, ModelConfig, Precision
-from transformer_vq.device import compile_decoding, evaluating, find_device
-from transformer_vq.generation.decoder import Decoder
-from transformer_vq.generation.prefill import Context, run_segments
-from transformer_vq.generation.snapshot import load_context, save_context
-from transformer_vq.measure import (
+from measure import (
     Failure,
     bandwidth_probe,
     best_seconds,
     in_subprocess,
     machine,
 )
+from transformer_vq.config import AttentionType, ModelConfig, Precision
+from transformer_vq.device import compile_decoding, evaluating, find_device
+from transformer_vq.generation.decoder import Decoder
+from transformer_vq.generation.prefill import Context, run_segments
+from transformer_vq.generation.snapshot import load_context, save_context
 from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import VectorQuantizer

@@ -20,16 +20,12 @@ import tyro
 
 import gpt2
 from common import Device, Interrupted, Output, Record, check_positive, main, median_seconds
+from measure import Failure, free_memory, in_subprocess, machine
 from serving import connection_to, events, post, serving
 from transformer_vq.config import ModelConfig
 from transformer_vq.data.tokenizers import Tokenizer
-from transformer_vq.device import find_device, free_memory
+from transformer_vq.device import find_device
 from transformer_vq.errors import MissingExtraError, UserError
-from transformer_vq.measure import (
-    Failure,
-    in_subprocess,
-    machine,
-)
 from transformer_vq.memory_use import peak_bytes_of
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import Advance, progress_bar

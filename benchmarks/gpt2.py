@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from common import Record, median_seconds
+from measure import synchronize
 from transformer_vq.config import ModelConfig
 from transformer_vq.errors import missing_extra
-from transformer_vq.measure import synchronize
 from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.model import TransformerVQ
 

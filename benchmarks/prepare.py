@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from common import Output, Record, check_positive, main
+from measure import machine
 from transformer_vq.config import DataConfig
 from transformer_vq.data.bpe import LINE_STARTS
 from transformer_vq.data.corpus import Corpus
@@ -23,7 +24,6 @@ from transformer_vq.data.hf_tokenizer import import_tokenizers
 from transformer_vq.data.prepare import prepare
 from transformer_vq.data.tokenizers import SEGMENT, TOKENIZER_FILES, divide, import_sentencepiece
 from transformer_vq.errors import UserError
-from transformer_vq.measure import machine
 from transformer_vq.progress import info
 
 LIBRARY_BYTES = 20_000_000  # of text that the library tokenizes alone, from memory

@@ -18,10 +18,10 @@ from torch.autograd.profiler_util import EventList, FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from common import Flat, Output, Record, check_positive, config_record, main, trainer_and_batches
+from measure import OUT_OF_MEMORY, in_subprocess, machine, synchronize
 from transformer_vq.config import ModelConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.errors import UserError
-from transformer_vq.measure import OUT_OF_MEMORY, in_subprocess, machine, synchronize
 from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
 from transformer_vq.progress import progress_bar
 from transformer_vq.training.plot_style import (

@@ -24,6 +24,7 @@ import tyro
 from torch import nn
 
 from common import Device, Output, Record, check_positive, main
+from measure import machine
 from recall_models import (
     build,
     check_transformers,
@@ -46,7 +47,6 @@ from transformer_vq.checks import shown
 from transformer_vq.device import evaluating, find_device
 from transformer_vq.errors import TrainingError, UserError
 from transformer_vq.files import check_can_write, file_digest, read_json, write_json
-from transformer_vq.measure import machine
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import Advance, info, progress_bar
 from transformer_vq.training.plot_style import (

@@ -27,6 +27,7 @@ import tyro
 
 from common import Output, Record, check_positive, main
 from hostile import HostileClients
+from measure import machine
 from serving import connection_to, events, post, serving
 from transformer_vq.data.tokenizers import Tokenizer
 from transformer_vq.errors import UserError
@@ -34,7 +35,6 @@ from transformer_vq.generation.decode import stream
 from transformer_vq.generation.prefill import Context, prefill
 from transformer_vq.generation.sampling import Sampling
 from transformer_vq.generation.text import TextStream
-from transformer_vq.measure import machine
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import info, progress_bar
 from transformer_vq.serve.engine import Engine, check_servable

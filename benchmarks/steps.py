@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from common import Record
+from measure import synchronize
 from transformer_vq.config import (
     HeadType,
     ModelConfig,
@@ -28,7 +29,6 @@ from transformer_vq.config import (
 from transformer_vq.data.batches import Batch
 from transformer_vq.device import find_device, total_memory
 from transformer_vq.errors import UserError
-from transformer_vq.measure import synchronize
 from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.layers import FeedForward, linear, rms_norm
 from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ, last_columns

@@ -16,13 +16,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from common import Interrupted, Output, Record, check_positive, main
-from steps import HEAD_TYPES, Cell, Shape, StepKind, shape_fields, step_kind, timed_steps
-from transformer_vq.config import (
-    HeadType,
-)
-from transformer_vq.device import find_device, total_memory
-from transformer_vq.errors import UserError
-from transformer_vq.measure import (
+from measure import (
     OUT_OF_MEMORY,
     TIME_LIMIT,
     Failure,
@@ -32,6 +26,12 @@ from transformer_vq.measure import (
     over_time,
     precisions_to_measure,
 )
+from steps import HEAD_TYPES, Cell, Shape, StepKind, shape_fields, step_kind, timed_steps
+from transformer_vq.config import (
+    HeadType,
+)
+from transformer_vq.device import find_device, total_memory
+from transformer_vq.errors import UserError
 from transformer_vq.progress import progress_bar, warn
 from transformer_vq.training.plot_style import (
     BLUE,

@@ -22,6 +22,7 @@ from statistics import mean, stdev
 from typing import Any
 
 from common import Interrupted, Record, config_record
+from measure import machine
 from runs import thinned_curve
 from transformer_vq.config import NEUTRAL_FIELDS, RunConfig
 from transformer_vq.data.prepare import prepare
@@ -29,7 +30,6 @@ from transformer_vq.device import find_device, keep_freed_memory
 from transformer_vq.errors import UserError
 from transformer_vq.evaluation import Evaluation
 from transformer_vq.files import check_can_write, read_json, write_json
-from transformer_vq.measure import machine
 from transformer_vq.progress import TerminalReporter, info, progress_bar, reporting
 from transformer_vq.training.checkpoint import read_config
 from transformer_vq.training.evaluate import evaluate

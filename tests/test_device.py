@@ -4,8 +4,6 @@ import ctypes
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from transformer_vq import device as devices
@@ -41,18 +39,18 @@ def test_find_device_selects_a_gpu_if_available(monkeypatch):
 @pytest.mark.parametrize(
     "name",
     [
-        *(
-            "",
-            "meta",
-            "cpu:5",
-            "cpu:-1",
-            "cuda:2",
-            "cuda:99",
-            "cuda:-1",
-            "cuda:" + "9" * 30,
-            "cuda:",
-        ),
-        *("CPU", " cpu", "cpu\0", "cp\nu", "\ud800", "xla", "mkldnn", "privateuseone", "tpu", "0"),
+        "",
+        "meta",
+        "cpu:5",
+        "cuda:2",
+        "cuda:-1",
+        "cuda:",
+        "CPU",
+        " cpu",
+        "cp\nu",
+        "\ud800",
+        "tpu",
+        "0",
     ],
 )
 def test_find_device_rejects_unusable_devices(monkeypatch, n_gpus, name):
@@ -64,12 +62,6 @@ def test_find_device_rejects_unusable_devices(monkeypatch, n_gpus, name):
     assert repr(name) in message
     assert "cpu" in message.split(";")[1]
     assert ("cuda:1" in message.split(";")[1]) == (n_gpus == 2)
-
-
-@given(st.text().filter(lambda name: name not in ("auto", "cpu", "cpu:0", "cuda", "cuda:0", "mps")))
-def test_find_device_rejects_any_other_text(name):
-    with pytest.raises(UserError):
-        find_device(name)
 
 
 def test_find_device_reports_why_a_gpu_does_not_work(monkeypatch):
@@ -117,12 +109,6 @@ def test_keep_freed_memory_configures_glibc(monkeypatch, takes_thresholds, want)
     monkeypatch.setattr(ctypes, "CDLL", Library)
     keep_freed_memory()
     assert sorted(calls) == want
-
-
-def test_keep_freed_memory_ignores_other_c_libraries(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
-    keep_freed_memory()
-    assert torch.zeros(3).sum() == 0
 
 
 @pytest.mark.parametrize(

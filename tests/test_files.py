@@ -150,15 +150,6 @@ def test_files_are_flushed_before_the_rename_and_folders_after_it(tmp_path, monk
     ]
 
 
-def test_an_error_of_a_folder_names_the_requested_one(tmp_path):
-    name = "x" * 250  # its temporary name is too long
-    with (
-        pytest.raises(OSError, match=rf"File name too long: '{tmp_path}/{name}'$"),
-        atomic_folder(tmp_path / name),
-    ):
-        pass
-
-
 def test_atomic_folder_does_not_replace_a_folder_with_content(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "old").write_text("kept")

@@ -12,8 +12,8 @@ from transformer_vq.errors import EXTRAS, missing_extra
 ROOT = Path(transformer_vq.__file__).parent
 LAYERS = [
     {"errors"},
-    {"ops", "checks", "config", "device", "files", "memory_use", "progress", "threads", "transfer"},
-    {"nn", "measure"},
+    {"ops", "checks", "config", "device", "files", "memory_use", "progress", "threads"},
+    {"nn"},
     {"data", "evaluation", "generation", "interop", "presets", "config_files"},
     {"parallel"},
     {"training"},

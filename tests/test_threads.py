@@ -59,6 +59,7 @@ def test_idle_team_does_not_change_results():
     team.end()
 
 
+@pytest.mark.slow
 def test_share_cores_stops_spinning_beside_other_processes(monkeypatch):
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)

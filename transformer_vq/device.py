@@ -1,4 +1,4 @@
-"""Device selection, precision, evaluation mode and memory settings."""
+"""Device selection, precision, evaluation mode, copies to and from a GPU, and memory settings."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from transformer_vq.errors import UserError
 from transformer_vq.ops.runtime import execution_on
+
+PINNED = {"cuda"}
+"""Types of devices that copy from and to pinned memory."""
 
 
 def find_device(name: str = "auto") -> torch.device:
@@ -59,17 +62,6 @@ def total_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the memory of the device that can be allocated, in bytes."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        status = Path("/proc/meminfo").read_text()
-        return int(status.split("MemAvailable:")[1].split()[0]) * 1024
-    except (OSError, IndexError):
-        return total_memory(device)
 
 
 @contextmanager
@@ -156,6 +148,35 @@ def compile_decoding(
         return compiled(tokens)
 
     return run
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Return x on a device; a copy to a GPU is only queued.
+
+    A host that waits for the GPU cannot queue its next kernels, and the GPU runs dry. An ordinary
+    copy waits until all queued work is done; a copy from or to pinned memory joins the queue.
+    """
+    if x.device.type != "cpu" or device.type not in PINNED:
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A copy of a tensor on the host, queued when it is created and complete when it is read."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._copy, self._done = x.detach(), None
+        if x.device.type in PINNED:
+            pinned = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+            self._copy = pinned.copy_(self._copy, non_blocking=True)
+            self._done = torch.Event(x.device)
+            self._done.record()
+
+    def tolist(self) -> Any:
+        """Return the values as numbers in nested lists; waits for this copy, not for later work."""
+        if self._done is not None:
+            self._done.synchronize()
+        return self._copy.tolist()
 
 
 def keep_freed_memory() -> None:

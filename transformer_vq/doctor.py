@@ -13,19 +13,22 @@ rounding could select another code, and results would differ by more than roundi
 from __future__ import annotations
 
 import getpass
+import json
 import math
 import os
 import platform
 import re
+import signal
 import subprocess
+import sys
 import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -33,6 +36,8 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import collect_env
+from torch.utils.benchmark import Timer
 
 from transformer_vq import demo
 from transformer_vq.config import (
@@ -47,15 +52,6 @@ from transformer_vq.data.batches import Batch
 from transformer_vq.device import cpu_name, has_fast_bf16, matmul_precision, total_memory
 from transformer_vq.errors import is_out_of_memory
 from transformer_vq.generation.decoder import Decoder
-from transformer_vq.generation.prefill import prefill
-from transformer_vq.measure import (
-    bandwidth_probe,
-    best_seconds,
-    in_subprocess,
-    machine,
-    matmul_rates,
-    synchronize,
-)
 from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import progress_bar
@@ -71,14 +67,12 @@ SECTIONS: dict[Section, str] = {
 }
 """The tables of the report, and what their column of numbers shows."""
 TOLERANCES = {"float64": 1e-12, "fp32": 1e-5, "tf32": 5e-3, "bf16": 2e-2}
-OTHER_KINDS = ("full", "states", "decoder")  # rather than a reduction
-NEEDS_CUDA = "needs CUDA"
+HEAD_TYPES: tuple[HeadType, ...] = get_args(HeadType)
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 TIME_LIMIT = 240.0  # seconds per subprocess
-SEED = 0
 N_REPEATS = 3
 N_TOKENS = 8  # decoded while syncs are counted
 MAX_NOTE = 160  # characters of an error message
-SYNC_SIGN = "synchronizing CUDA operation"  # in the warnings of PyTorch
 PACKAGE = Path(__file__).parent
 # Errors that mean that torch.compile lacks a tool on this machine, with what it lacks.
 MISSING_TOOLS = {
@@ -87,18 +81,12 @@ MISSING_TOOLS = {
     "working triton installation": "torch.compile needs triton",
     "GPUTooOldForTriton": "the GPU is too old for triton",
 }
-ILLEGAL = "SIGILL"
 ILLEGAL_HINT = (
-    ", an illegal instruction: PyTorch uses one that this machine does not allow, often AMX in a "
-    "virtual machine; try ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+    "killed by SIGILL, an illegal instruction: this machine does not allow one that PyTorch uses, "
+    "often AMX in a virtual machine; try ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
 )
-VARIABLES = (
-    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "CUDA_VISIBLE_DEVICES"),
-    *("HIP_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG"),
-    *("NVIDIA_TF32_OVERRIDE", "ONEDNN_MAX_CPU_ISA", "PYTORCH_ALLOC_CONF", "TRITON_INTERPRET"),
-    *("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "LD_PRELOAD"),
-)
-"""Environment variables that change speed or results; those that are set are reported."""
+VARIABLES = r"(OMP|MKL|KMP|CUDA|CUBLAS|HIP|NVIDIA_TF32|ONEDNN|PYTORCH|TORCH|TRITON).*|LD_PRELOAD"
+"""Environment variables that may change speed or results; those that are set are reported."""
 
 
 @dataclass(frozen=True)
@@ -130,408 +118,295 @@ class Diagnosis:
         return [f"{x.name} ({x.dtype})" for x in bad]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the inputs; the sequence ends with an incomplete block."""
-
-    seq_len: int = 75
-    block_len: int = 16
-    n_code: int = 24
-    d_model: int = 64
-    d_k: int = 16
-    batch_size: int = 2
-    head_types: tuple[HeadType, ...] = get_args(HeadType)
-
-    @property
-    def cut(self) -> int:
-        """Where a sequence is cut into two segments, within a block."""
-        return 2 * self.block_len + self.block_len // 3
-
-    def model(self, head_type: HeadType, attention: Literal["vq", "full"] = "vq") -> ModelConfig:
-        """Return a model of one layer with these sizes."""
-        return ModelConfig(
-            vocab_size=64,
-            d_model=self.d_model,
-            n_layer=1,
-            head_type=head_type,
-            attention=attention,
-            d_k=self.d_k,
-            n_kv_head=2 if head_type == "gqa" else None,
-            n_code=self.n_code,
-            block_len=self.block_len,
-            codebook_init="random",
-            revive_below=0.0,
-        )
+Group = Callable[[torch.device], list[Finding]]
+Run = Callable[[TransformerVQ, Tensor, bool], dict[str, Tensor]]
 
 
-CPU_SIZES = Sizes()
-GPU_SIZES = Sizes(seq_len=1100, block_len=128, n_code=256, d_model=256, d_k=64)
-"""Closer to real models: a kernel may fail only for several tiles."""
-
-Group = Callable[[Sizes, torch.device], list[Finding]]
-
-
-def examine(device: torch.device, *, quick: bool = False, sizes: Sizes | None = None) -> Diagnosis:
+def examine(device: torch.device, *, quick: bool = False) -> Diagnosis:
     """Check and measure everything on a device; quick: without compiling and measuring."""
     start = time.perf_counter()
-    if sizes is None:
-        sizes = CPU_SIZES if device.type == "cpu" else GPU_SIZES
     found: list[Finding] = []
     work = groups(device, quick)
     with progress_bar("doctor", len(work), "groups") as advance:
         for (section, name, dtype), group in work.items():
             advance(0, note=name)
-            found += isolated(section, name, dtype, group, sizes, device)
+            found += isolated(Finding(section, name, dtype, "skipped"), group, device)
             advance(1)
     return Diagnosis(environment(device), tuple(found), quick, time.perf_counter() - start)
 
 
 def groups(device: torch.device, quick: bool) -> dict[tuple[Section, str, str], Group | str]:
     """Return the checks of each subprocess by section, name and dtype, or why they are skipped."""
-    on_cuda = device.type == "cuda"
-    lengths = (1024, 4096) if device.type == "cpu" else (2048, 8192, 32_768)
-    precision: Precision = "fp32" if device.type == "cpu" else "bf16"
-    work: dict[tuple[Section, str, str], Group | str] = {
+    no_cuda = None if device.type == "cuda" else "needs CUDA"
+    is_quick = "--quick" if quick else None
+    return {
         ("Results", "Definition 3.1", "float64"): check_definition,
         ("Results", "models", "fp32"): check_models,
-        ("Results", "loss", "tf32"): partial(check_loss, dtype="tf32") if on_cuda else NEEDS_CUDA,
-        ("Results", "loss", "bf16"): partial(check_loss, dtype="bf16"),
-        ("Results", "compiled training step", "fp32"): (
-            "--quick" if quick else partial(check_compiled, kind="auto")
-        ),
-        ("Results", "compiled decoder", "fp32"): (
-            "--quick" if quick else partial(check_compiled, kind="decoder")
-        ),
-        ("Results", "triton", "fp32"): check_triton if on_cuda else "needs a GPU",
-        ("Determinism", "repeated steps", "fp32"): check_repeats,
-        ("Host syncs", "training and decoding", "fp32"): count_syncs if on_cuda else NEEDS_CUDA,
+        ("Results", "triton", "fp32"): no_cuda or check_triton,
+        ("Results", "loss", "tf32"): no_cuda or check_tf32,
+        ("Results", "loss", "bf16"): check_bf16,
+        ("Results", "compiled training step", "fp32"): is_quick or check_compiled_training,
+        ("Results", "compiled decoder", "fp32"): is_quick or check_compiled_decoder,
+        ("Host syncs", "training and decoding", "fp32"): no_cuda or count_syncs,
+        ("Speed", "training and decoding", _precision(device)): is_quick or measure_speed,
     }
-    for n in lengths:
-        group = partial(time_training, seq_len=n, tokens=lengths[-1], precision=precision)
-        work["Speed", f"training, {n:,} tokens", precision] = "--quick" if quick else group
-    for n in (1, 8):
-        decoding = partial(time_decoding, batch_size=n)
-        work["Speed", f"decoding, batch {n}", "fp32"] = "--quick" if quick else decoding
-    return work
 
 
-def isolated(
-    section: Section,
-    name: str,
-    dtype: str,
-    group: Group | str,
-    sizes: Sizes,
-    device: torch.device,
-) -> list[Finding]:
-    """Run a group in a subprocess; return a row even if the process dies."""
-    row = Finding(section, name, dtype, "skipped")
+def isolated(row: Finding, group: Group | str, device: torch.device) -> list[Finding]:
+    """Run a group in a subprocess; return `row` with the reason if it is skipped or dies."""
     if isinstance(group, str):
         return [replace(row, note=group)]
     try:
-        found = in_subprocess(group, sizes, device, seconds=TIME_LIMIT)
+        return in_subprocess(group, device)
+    except subprocess.TimeoutExpired as error:
+        return [replace(row, note=f"exceeded the time limit of {error.timeout:g} s")]
     except Exception as error:
         return [_failure(row, error)]
-    if isinstance(found, list):
-        return found
-    reason = found["failed"] + (ILLEGAL_HINT if ILLEGAL in found["failed"] else "")
-    is_slow = "time limit" in reason
-    return [replace(row, status="skipped" if is_slow else "FAILED", note=reason)]
+
+
+def in_subprocess(group: Group, device: torch.device) -> list[Finding]:
+    """Return the findings of a group, a function of this module; raise ChildProcessError."""
+    command = [sys.executable, "-m", "transformer_vq.doctor", group.__name__, str(device)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
+    if done.returncode == 0:
+        return [Finding(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+    if done.returncode == -signal.SIGILL:
+        raise ChildProcessError(ILLEGAL_HINT)
+    if done.returncode < 0:
+        raise ChildProcessError(f"killed by {signal.Signals(-done.returncode).name}")
+    raise ChildProcessError((done.stderr.splitlines() or ["no message"])[-1])
 
 
 def _failure(row: Finding, error: Exception) -> Finding:
     """Return the row of a check that raised an exception: broken, or not possible here."""
-    if is_out_of_memory(error):
-        return replace(row, status="FAILED", note="out of memory")
-    text = f"{type(error).__name__}: {error}"
-    for sign, reason in MISSING_TOOLS.items():
-        if sign in text:
-            return replace(row, status="skipped", note=reason)
-    return replace(row, status="FAILED", note=without_places(text))
+    reason = "out of memory" if is_out_of_memory(error) else f"{type(error).__name__}: {error}"
+    for sign, missing in MISSING_TOOLS.items():
+        if sign in reason:
+            return replace(row, status="skipped", note=missing)
+    note = without_places(reason.removeprefix("ChildProcessError: "))
+    return replace(row, status="FAILED", note=note)
 
 
-def check(name: str, dtype: str, measure: Callable[[], dict[str, float]]) -> Finding:
-    """Compare the errors that `measure` returns by case with the tolerance of a dtype."""
-    row = Finding("Results", name, dtype, "ok")
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+# Results and determinism
+
+
+def check_definition(device: torch.device) -> list[Finding]:
+    """Check that all reductions equal Definition 3.1 in float64 on the CPU: the reference."""
+    errors = {f"{heads}, {name}": max(x) for heads, name, *x in demo.differences()}
+    return [judge("Definition 3.1", "float64", errors)]
+
+
+def check_models(device: torch.device) -> list[Finding]:
+    """Check all reductions, full attention and the decoder."""
+    found = []
+    for kind in (*REDUCTIONS, "full"):
+        found += check_path(f"training step, {kind}", _train, kind, device)
+    return found + check_path("decoder", _decode, "auto", device)
+
+
+def check_triton(device: torch.device) -> list[Finding]:
+    """Check the Triton kernels."""
+    found = check_path("training step, triton", _train, "triton", device)
+    return found + check_path("decoder, triton", _decode, "triton", device)
+
+
+def check_compiled_training(device: torch.device) -> list[Finding]:
+    """Check the compiled model."""
+    return check_path("compiled training step", _train, "auto", device, compiled=True)
+
+
+def check_compiled_decoder(device: torch.device) -> list[Finding]:
+    """Check the compiled decoder."""
+    return check_path("compiled decoder", _decode, "auto", device, compiled=True)
+
+
+def check_tf32(device: torch.device) -> list[Finding]:
+    """Check the loss in TF32: other results depend on the chosen codes."""
+    torch.set_float32_matmul_precision("high")
+    return _check_loss(device, "tf32")
+
+
+def check_bf16(device: torch.device) -> list[Finding]:
+    """Check the loss in bf16."""
+    with matmul_precision(device, "bf16"):
+        return _check_loss(device, "bf16")
+
+
+def _check_loss(device: torch.device, dtype: str) -> list[Finding]:
+    kinds = [*REDUCTIONS, *["triton"] * (device.type == "cuda")]
+    return [row for x in kinds for row in check_path(f"loss, {x}", _score, x, device, dtype)]
+
+
+def check_path(
+    name: str,
+    run: Run,
+    kind: str,
+    device: torch.device,
+    dtype: str = "fp32",
+    compiled: bool = False,
+) -> list[Finding]:
+    """Run a path through a model several times; compare it with float64, and the results."""
+    head_types: tuple[HeadType, ...] = ("gqa",) if compiled else HEAD_TYPES
+    n_runs = 1 if compiled else N_REPEATS  # compiling takes long
+    errors, differing = {}, []
     try:
-        errors = measure()
+        for heads in head_types:
+            model, exact, tokens = make_models(heads, kind, device)
+            first, *others = [run(model, tokens.to(device), compiled) for _ in range(n_runs)]
+            with torch.compiler.set_stance("force_eager"), torch.autocast("cpu", enabled=False):
+                want = _train(exact, tokens, compiled and run is _train)
+            for result, x in first.items():
+                errors[f"{heads}, {result}"] = relative_error(x, want[result][-len(x) :])
+                if not all(torch.equal(x, other[result]) for other in others):
+                    differing.append(f"{heads} {result}")
     except Exception as error:
-        return _failure(row, error)
-    finally:
-        torch.set_float32_matmul_precision(before)
+        return [_failure(Finding("Results", name, dtype, "FAILED"), error)]
+    found = [judge(name, dtype, errors)]
+    if not compiled:
+        status: Literal["differs", "equal"] = "differs" if differing else "equal"
+        note = ", ".join(differing[:3])
+        found.append(Finding("Determinism", name, dtype, status, N_REPEATS, note))
+    return found
+
+
+def judge(name: str, dtype: str, errors: dict[str, float]) -> Finding:
+    """Return the row of errors by case: the largest one, and whether it is within the tolerance."""
     case, worst = max(errors.items(), key=lambda x: x[1] if math.isfinite(x[1]) else math.inf)
-    if worst <= TOLERANCES[dtype]:
-        return replace(row, value=worst, note=f"{len(errors)} cases, worst: {case}")
+    row = Finding("Results", name, dtype, "ok", worst if math.isfinite(worst) else None)
     n_wrong = sum(not x <= TOLERANCES[dtype] for x in errors.values())
-    value = worst if math.isfinite(worst) else None
-    note = f"{n_wrong} of {len(errors)} cases, worst: {case}"
-    return replace(row, status="FAILED", value=value, note=note)
+    if n_wrong:
+        note = f"{n_wrong} of {len(errors)} cases, worst: {case}"
+        return replace(row, status="FAILED", note=note)
+    return replace(row, note=f"{len(errors)} cases, worst: {case}")
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Return the RMS of the difference over the RMS of `want`, in float64 on the CPU."""
-    got = got.detach().cpu().double()
-    scale = want.square().mean().sqrt().clamp(min=1e-30)
-    return float((got - want).square().mean().sqrt() / scale)
+    return demo.relative_rms(got.detach().cpu().double(), want.detach())
 
 
-def check_definition(sizes: Sizes, device: torch.device) -> list[Finding]:
-    """Check that all reductions equal Definition 3.1 in float64 on the CPU: the reference."""
+def make_models(
+    heads: HeadType, kind: str, device: torch.device
+) -> tuple[TransformerVQ, TransformerVQ, Tensor]:
+    """Return a model on a device, the same in float64 on the CPU, and tokens: [b, t].
 
-    def measure() -> dict[str, float]:
-        return {f"{heads}, {name}": max(errors) for heads, name, *errors in demo.differences()}
-
-    return [check("Definition 3.1", "float64", measure)]
-
-
-def make_model(config: ModelConfig, reduction: str = "auto") -> TransformerVQ:
-    """Return a model with the same random weights on every machine."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        model = TransformerVQ(config)
-    method = {"backend" if reduction == "triton" else "reduction": reduction}
-    model.set_execution(**method)  # type: ignore[arg-type]
-    return model
-
-
-def random_tokens(config: ModelConfig, sizes: Sizes) -> Tensor:
-    """Return the same random tokens on every machine: [b, t]."""
-    generator = torch.Generator().manual_seed(SEED)
-    shape = (sizes.batch_size, sizes.seq_len)
-    return torch.randint(config.vocab_size, shape, generator=generator)
-
-
-def reductions(has_kernels: bool = False) -> list[str]:
-    """Return all reductions, and the Triton kernels if they can run."""
-    return [*get_args(Reduction), *["triton"] * has_kernels]
-
-
-def check_models(sizes: Sizes, device: torch.device) -> list[Finding]:
-    """Compare models with the same weights in float64 on the CPU, outputs and gradients."""
-    found = []
-    for kind in [*reductions(), *OTHER_KINDS]:
-        name = kind if kind in ("states", "decoder") else f"training step, {kind}"
-        reduction = "auto" if kind in OTHER_KINDS else kind
-        found.append(check(name, "fp32", partial(model_errors, kind, reduction, sizes, device)))
-    return found
-
-
-def check_triton(sizes: Sizes, device: torch.device) -> list[Finding]:
-    """Check the Triton kernels."""
-    names = {"triton": "training step, triton", "decoder": "decoder, triton"}
-    return [
-        check(name, "fp32", partial(model_errors, kind, "triton", sizes, device))
-        for kind, name in names.items()
-    ]
-
-
-def check_compiled(sizes: Sizes, device: torch.device, kind: str) -> list[Finding]:
-    """Check a compiled model; compiling takes long, so on a CPU only one head type."""
-    if device.type == "cpu":
-        sizes = replace(sizes, head_types=("gqa",))
-    name = "compiled decoder" if kind == "decoder" else "compiled training step"
-    measure = partial(model_errors, kind, "auto", sizes, device, compiled=True)
-    return [check(name, "fp32", measure)]
-
-
-def model_errors(
-    kind: str, reduction: str, sizes: Sizes, device: torch.device, compiled: bool = False
-) -> dict[str, float]:
-    """Return the errors of models with all head types, by case."""
-    compare = {"states": state_errors, "decoder": decoder_errors}.get(kind, training_errors)
-    found: dict[str, float] = {}
-    for head_type in sizes.head_types:
-        torch.compiler.reset()
-        config = sizes.model(head_type, "full" if kind == "full" else "vq")
-        exact = make_model(config, "serial").double()
-        model = make_model(config, reduction).to(device)
-        errors = compare(model, exact, random_tokens(config, sizes), sizes.cut, compiled)
-        found |= {f"{head_type}, {name}": error for name, error in errors.items()}
-    return found
-
-
-def training_errors(
-    model: TransformerVQ, exact: TransformerVQ, tokens: Tensor, cut: int, compiled: bool
-) -> dict[str, float]:
-    """Return the errors of the logits of two segments, and of all gradients together.
-
-    A compiled model gets one segment, because each shape is compiled anew.
+    kind: a reduction, "triton", or "full" for full attention. Sizes on GPUs are closer to those of
+    real models: a kernel may fail only for several tiles. The last block is incomplete.
     """
-    results = []
-    for one in (model, exact):
-        call = torch.compile(one) if compiled and one is model else one
-        x = tokens.to(next(one.parameters()).device)
-        logits, state = [], None
-        for segment in [x[:, :cut]] if compiled else [x[:, :cut], x[:, cut:]]:
-            output = call(segment, state)
-            (_loss(output.logits, segment) + output.commit_loss).backward(retain_graph=True)
-            logits.append(output.logits.detach())
-            state = output.state
-        gradients = [
-            p.grad.cpu().double().flatten() for p in one.parameters() if p.grad is not None
-        ]
-        results.append((torch.cat(logits, dim=1), torch.cat(gradients)))
-    (got, got_gradient), (want, want_gradient) = results
-    return {
-        "logits": relative_error(got, want),
-        "gradients": relative_error(got_gradient, want_gradient),
-    }
+    is_cpu = device.type == "cpu"
+    d_model, d_k, n_code, block_len = (64, 16, 24, 16) if is_cpu else (256, 64, 256, 128)
+    config = ModelConfig(
+        vocab_size=64,
+        d_model=d_model,
+        n_layer=1,
+        head_type=heads,
+        attention="full" if kind == "full" else "vq",
+        d_k=d_k,
+        n_kv_head=2 if heads == "gqa" else None,
+        n_code=n_code,
+        block_len=block_len,
+        codebook_init="random",
+        revive_below=0.0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        tokens = torch.randint(config.vocab_size, (2, 4 * block_len + block_len * 2 // 3))
+        model = TransformerVQ(config)
+    exact = deepcopy(model).double()
+    exact.set_execution(reduction="serial")
+    if kind == "triton":
+        model.set_execution(backend="triton")
+    elif kind != "full":
+        model.set_execution(reduction=kind)  # type: ignore[arg-type]
+    return model.to(device), exact, tokens
+
+
+def _train(model: TransformerVQ, tokens: Tensor, compiled: bool) -> dict[str, Tensor]:
+    """Return logits, [t, b, vocab_size], loss and all gradients of two segments.
+
+    A compiled model gets only the first one, because each shape is compiled anew.
+    """
+    model.train().zero_grad(set_to_none=True)
+    call = torch.compile(model) if compiled else model
+    logits, state = [], None
+    for segment in tokens.tensor_split([_cut(model)], dim=1)[: 1 if compiled else 2]:
+        output = call(segment, state)
+        (_loss(output.logits, segment) + output.commit_loss).backward(retain_graph=True)
+        logits.append(output.logits.detach())
+        state = output.state
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    y = torch.cat(logits, dim=1)
+    loss = _loss(y, tokens[:, : y.shape[1]]).unsqueeze(0)
+    return {"logits": y.transpose(0, 1), "loss": loss, "gradients": torch.cat(gradients)}
 
 
 @torch.no_grad()
-def state_errors(
-    model: TransformerVQ, exact: TransformerVQ, tokens: Tensor, cut: int, compiled: bool
-) -> dict[str, float]:
-    """Return the errors of padding and of packed documents, compared with plain sequences."""
-    x = tokens.to(next(model.parameters()).device)
-    n_padding = [(7 * row + 5) % cut for row in range(len(tokens))]
-    valid = torch.arange(x.shape[1]) >= torch.tensor(n_padding).unsqueeze(-1)
-    got = model(x, valid=valid.to(x.device)).logits.cpu()
-    found = {
-        f"padding, row {i}": relative_error(got[i, n:], exact(tokens[i : i + 1, n:]).logits[0])
-        for i, n in enumerate(n_padding)
-    }
-    ids = (torch.arange(x.shape[1]) >= cut).long().expand_as(tokens)
-    got = model(x, document_ids=ids.to(x.device)).logits.cpu()
-    for i, part in enumerate((slice(0, cut), slice(cut, None))):
-        want = exact(tokens[:, part]).logits
-        found[f"document {i}"] = relative_error(got[:, part], want)
-    return found
-
-
-@torch.no_grad()
-def decoder_errors(
-    model: TransformerVQ, exact: TransformerVQ, tokens: Tensor, cut: int, compiled: bool
-) -> dict[str, float]:
-    """Return the error of logits that are decoded token by token after a prefill."""
-    x = tokens.to(next(model.parameters()).device)
-    step = Decoder(model.eval(), model(x[:, :cut]).state).step
+def _decode(model: TransformerVQ, tokens: Tensor, compiled: bool) -> dict[str, Tensor]:
+    """Return the logits of tokens that are decoded one by one after a prefill."""
+    prompt, rest = tokens.tensor_split([_cut(model)], dim=1)
+    step = Decoder(model.eval(), model(prompt).state).step
     step = torch.compile(step, fullgraph=True) if compiled else step
-    got = torch.stack([step(x[:, t]) for t in range(cut, x.shape[1])], dim=1)
-    return {"logits": relative_error(got, exact(tokens).logits[:, cut:])}
+    return {"logits": torch.stack([step(x).clone() for x in rest.unbind(1)])}
 
 
-def check_loss(sizes: Sizes, device: torch.device, dtype: str) -> list[Finding]:
-    """Check the loss in lower precision, whose other results depend on the chosen codes."""
+@torch.no_grad()
+def _score(model: TransformerVQ, tokens: Tensor, compiled: bool) -> dict[str, Tensor]:
+    """Return the loss alone."""
+    return {"loss": _loss(model(tokens).logits, tokens).unsqueeze(0)}
 
-    @torch.no_grad()
-    def measure(reduction: str) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for head_type in sizes.head_types:
-            config = sizes.model(head_type)
-            tokens = random_tokens(config, sizes)
-            model, x = make_model(config, reduction).to(device), tokens.to(device)
-            with matmul_precision(device, "bf16" if dtype == "bf16" else "fp32"):
-                got = _loss(model(x).logits, x)
-            want = _loss(make_model(config, "serial").double()(tokens).logits, tokens)
-            found[head_type] = relative_error(got, want)
-        return found
 
-    names = reductions(device.type == "cuda")
-    return [check(f"loss, {name}", dtype, partial(measure, name)) for name in names]
+def _cut(model: TransformerVQ) -> int:
+    """Return where a sequence is cut, within a block."""
+    return 2 * model.config.block_len + model.config.block_len // 3
 
 
 def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-# Determinism, host syncs and speed
-
-
-def check_repeats(sizes: Sizes, device: torch.device) -> list[Finding]:
-    """Repeat training steps and decoding, which must give the same bits."""
-    found = []
-    for kind in [*reductions(device.type == "cuda"), "full", "decoder"]:
-        name = kind if kind == "decoder" else f"training step, {kind}"
-        row = Finding("Determinism", name, "fp32", "equal", N_REPEATS)
-        try:
-            differing = _differing(sizes, device, kind)
-        except Exception as error:
-            found.append(_failure(row, error))
-            continue
-        if differing:
-            row = replace(row, status="differs", note=", ".join(differing[:3]))
-        found.append(row)
-    return found
-
-
-def _differing(sizes: Sizes, device: torch.device, kind: str) -> list[str]:
-    """Return the tensors that are not the same in every repetition."""
-    found: list[str] = []
-    for head_type in sizes.head_types:
-        config = sizes.model(head_type, "full" if kind == "full" else "vq")
-        model = make_model(config, "auto" if kind in OTHER_KINDS else kind).to(device)
-        tokens = random_tokens(config, sizes).to(device)
-        step = _decoded if kind == "decoder" else _trained
-        first, *others = [step(model, tokens) for _ in range(N_REPEATS)]
-        found += [
-            f"{head_type} {name}"
-            for name, x in first.items()
-            if any(not torch.equal(x, other[name]) for other in others)
-        ]
-    return found
-
-
-def _trained(model: TransformerVQ, tokens: Tensor) -> dict[str, Tensor]:
-    """Return the results of a forward and a backward pass by name."""
-    model.train().zero_grad(set_to_none=True)
-    output = model(tokens)
-    (output.logits.square().mean() + output.commit_loss).backward()
-    found = {"logits": output.logits.detach()}
-    for i, usage in enumerate(output.code_usage):
-        found |= {f"usage {i} {n}": x for n, x in vars(usage).items() if isinstance(x, Tensor)}
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            found[f"gradient of {name}"] = p.grad.clone()
-    return found
-
-
-@torch.no_grad()
-def _decoded(model: TransformerVQ, tokens: Tensor) -> dict[str, Tensor]:
-    """Return the logits of tokens decoded one by one; enough to evict some."""
-    step = Decoder(model.eval(), model.init_state(len(tokens))).step
-    n = min(2 * model.config.block_len + 3, tokens.shape[1])
-    return {"logits": torch.stack([step(tokens[:, t]) for t in range(n)])}
+# Host syncs and speed
 
 
 def _trainer(
-    config: ModelConfig, shape: tuple[int, int], device: torch.device, precision: Precision
-) -> Callable[[], object]:
+    config: ModelConfig, shape: tuple[int, int], device: torch.device
+) -> Callable[[], Any]:
     """Return a function that takes a training step of `tvq train` on random tokens."""
     b, t = shape
-    train = TrainConfig(batch_size=b, seq_len=t, backprop_len=t, precision=precision)
-    trainer = Trainer(make_model(config), RunConfig(config, train=train), device)
+    train = TrainConfig(batch_size=b, seq_len=t, backprop_len=t, precision=_precision(device))
+    trainer = Trainer(TransformerVQ(config), RunConfig(config, train=train), device)
     tokens = torch.randint(config.vocab_size, shape)
     batch = Batch(tokens, tokens.roll(-1, dims=1), torch.arange(t).expand(shape))
     return lambda: trainer.step(batch, 0, begins=True)
 
 
-def count_syncs(sizes: Sizes, device: torch.device) -> list[Finding]:
+def _decoder(config: ModelConfig, n_rows: int, device: torch.device) -> Callable[[], Any]:
+    """Return a function that decodes the next token of each row."""
+    model = TransformerVQ(config).to(device).eval()
+    decoder = Decoder(model, model.init_state(n_rows))
+    tokens = torch.zeros(n_rows, dtype=torch.int64, device=device)
+    return lambda: tokens.copy_(decoder.step(tokens).argmax(-1))
+
+
+def _precision(device: torch.device) -> Precision:
+    return "fp32" if device.type == "cpu" else "bf16"
+
+
+def count_syncs(device: torch.device) -> list[Finding]:
     """Count how often the host waits for the GPU, by line of this package."""
-    config = sizes.model("shga")
-    model = make_model(config).to(device).eval()
-    decoder = Decoder(model, model.init_state(sizes.batch_size))
-
-    def decode() -> None:
-        tokens = torch.zeros(sizes.batch_size, dtype=torch.int64, device=device)
-        for _ in range(N_TOKENS):
-            tokens = decoder.step(tokens).argmax(-1)
-
-    train = _trainer(config, (sizes.batch_size, 4 * sizes.block_len), device, "fp32")
+    config = ModelConfig(256, 256, 1)
+    decode = _decoder(config, 2, device)
+    works: dict[str, Callable[[], Any]] = {
+        "one training step": _trainer(config, (2, 4 * config.block_len), device),
+        f"decoding {N_TOKENS} tokens": lambda: [decode() for _ in range(N_TOKENS)],
+    }
     found = []
-    for name, work in (("one training step", train), (f"decoding {N_TOKENS} tokens", decode)):
-        row = Finding("Host syncs", name, "fp32", "ok")
-        try:
-            work()  # a warm-up: the first call initializes libraries
-            torch.cuda.synchronize(device)
-            with counting() as places:
-                work()
-        except Exception as error:
-            found.append(_failure(row, error))
-            continue
+    for name, work in works.items():
+        work()  # a warm-up: the first call initializes libraries
+        torch.cuda.synchronize(device)
+        with counting() as places:
+            work()
         note = ", ".join(f"{n} x {place}" for place, n in places.most_common(5))
-        found.append(replace(row, value=sum(places.values()), note=note))
+        found.append(Finding("Host syncs", name, "fp32", "ok", sum(places.values()), note))
     return found
 
 
@@ -541,7 +416,7 @@ def counting() -> Iterator[Counter[str]]:
     found: Counter[str] = Counter()
 
     def note(message: Warning | str, category: Any, *_: Any, **__: Any) -> None:
-        if SYNC_SIGN in str(message):
+        if "synchronizing CUDA operation" in str(message):
             found[_place()] += 1
 
     before = torch.cuda.get_sync_debug_mode()
@@ -564,41 +439,30 @@ def _place() -> str:
     return "outside of transformer_vq"  # gradients of PyTorch's own operations
 
 
-def _speed_model(device: torch.device) -> ModelConfig:
-    return ModelConfig(256, 256, 1) if device.type == "cpu" else ModelConfig(256, 768, 4)
-
-
-def time_training(
-    sizes: Sizes, device: torch.device, seq_len: int, tokens: int, precision: Precision
-) -> list[Finding]:
-    """Measure training steps, and the fastest matrix product of the same precision."""
-    config, batch_size = _speed_model(device), tokens // seq_len
-    step = _trainer(config, (batch_size, seq_len), device, precision)
-    seconds = best_seconds(step, rounds=2, max_steps=10, device=device)
-    rate = matmul_rates(device, [precision], 1)[precision]
-    share = 3 * flops_per_token(config, seq_len) * tokens / seconds / rate
+def measure_speed(device: torch.device) -> list[Finding]:
+    """Measure training, next to a matrix product of the same precision, and decoding."""
+    is_cpu, dtype = device.type == "cpu", _precision(device)
+    config = ModelConfig(256, 256, 1) if is_cpu else ModelConfig(256, 768, 4)
+    b, t, width = (1, 4096, 2048) if is_cpu else (4, 8192, 8192)
+    step = _seconds(_trainer(config, (b, t), device))
+    x = torch.ones(width, width, device=device)
+    square = x.bfloat16() if dtype == "bf16" else x
+    rate = 2 * width**3 / _seconds(lambda: square @ square)
+    share = 3 * flops_per_token(config, t) * b * t / step / rate
     note = f"{share:.2f} of the matrix-product rate ({rate / 1e9:,.0f} GFLOP/s)"
-    name = f"training, {seq_len:,} tokens, batch {batch_size}"
-    return [_speed(name, precision, tokens / seconds, note, device)]
-
-
-def time_decoding(sizes: Sizes, device: torch.device, batch_size: int) -> list[Finding]:
-    """Measure decoding in place after a short context; a step costs the same at every position."""
-    model = make_model(_speed_model(device)).to(device).eval()
-    context = prefill(model, [[1] * 512] * batch_size)
-    decoder = Decoder(model, context.state, 256)
-    token = torch.zeros(batch_size, dtype=torch.int64, device=device)
-    seconds = best_seconds(lambda: decoder.step(token), rounds=3, max_steps=64, device=device)
-    n_bytes = sum(x.nbytes for x in model.parameters()) + context.state.n_bytes
-    share = n_bytes / seconds / bandwidth_probe(device)()
-    note = f"{share:.2f} of the read bandwidth"
-    return [_speed(f"decoding, batch {batch_size}", "fp32", batch_size / seconds, note, device)]
-
-
-def _speed(name: str, dtype: str, value: float, note: str, device: torch.device) -> Finding:
-    synchronize(device)
     peak = f"{peak_bytes(device) / 1e9:.2f} GB peak"
-    return Finding("Speed", name, dtype, "ok", value, f"{note}, {peak}")
+    name, value = f"training, {b} x {t:,} tokens", b * t / step
+    found = [Finding("Speed", name, dtype, "ok", value, f"{note}, {peak}")]
+    for n in (1, 8):
+        value = n / _seconds(_decoder(config, n, device))
+        found.append(Finding("Speed", f"decoding, batch {n}", "fp32", "ok", value))
+    return found
+
+
+def _seconds(step: Callable[[], Any]) -> float:
+    """Return the median time of a call, after the GPU has finished it."""
+    timer = Timer("step()", globals={"step": step}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=1.0).median
 
 
 # The environment and the report, without names of hosts, users and folders
@@ -606,53 +470,34 @@ def _speed(name: str, dtype: str, value: float, note: str, device: torch.device)
 
 def environment(device: torch.device) -> dict[str, str]:
     """Return what determines results and speed on this machine."""
-    known = machine()
-    commit = f" (commit {known['commit']})" if known["commit"] else ""
-    n_usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else known["cores"]
-    precision = torch.get_float32_matmul_precision()
+    commit = subprocess.getoutput(f"git -C '{PACKAGE}' rev-parse --short HEAD")
+    is_checkout = re.fullmatch(r"[0-9a-f]{4,40}", commit)
     found = {
         "device": str(device),
-        "transformer_vq": f"{known['transformer_vq'] or 'not installed'}{commit}",
+        "transformer_vq": _package("transformer-vq")
+        + (f", commit {commit}" if is_checkout else ""),
         "Python": f"{platform.python_implementation()} {platform.python_version()}",
         "OS": platform.platform(),
         "PyTorch": torch.__version__,
         "CUDA, ROCm": f"{torch.version.cuda or 'none'}, {torch.version.hip or 'none'}",
         "triton, NumPy": f"{_package('triton')}, {_package('numpy')}",
-        "CPU": cpu_name(),
-        "cores": f"{known['cores']}, {n_usable} usable, {known['threads']} threads of PyTorch",
-        "instruction sets": _try(_instruction_sets),
+        "CPU": f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}",
+        "cores": f"{os.cpu_count()}, {torch.get_num_threads()} threads of PyTorch",
         "host memory": f"{total_memory(torch.device('cpu')) / 1e9:.1f} GB",
         "bf16 instructions": "yes" if has_fast_bf16(device) else "no, emulated",
-        "float32 matmul precision": precision,
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
         "deterministic algorithms": str(torch.are_deterministic_algorithms_enabled()),
     }
     if device.type == "cuda":
-        found["GPU"] = _try(lambda: _gpu(device))
-        found["driver"] = _try(_driver)
+        gpu = torch.cuda.get_device_properties(device)
+        memory = f"{gpu.total_memory / 1e9:.1f} GB"
+        found["GPU"] = (
+            f"{torch.cuda.device_count()} x {gpu.name}, {gpu.major}.{gpu.minor}, {memory}"
+        )
+        found["driver"] = str(collect_env.get_nvidia_driver_version(collect_env.run))
         found["cuDNN"] = str(torch.backends.cudnn.version())
-    values = ((name, os.environ.get(name)) for name in VARIABLES)
-    return found | {name: without_places(value) for name, value in values if value is not None}
-
-
-def _gpu(device: torch.device) -> str:
-    properties = torch.cuda.get_device_properties(device)
-    free, total = torch.cuda.mem_get_info(device)
-    capability = f"capability {properties.major}.{properties.minor}"
-    memory = f"{total / 1e9:.1f} GB, {free / 1e9:.1f} GB free"
-    return f"{torch.cuda.device_count()} x {properties.name}, {capability}, {memory}"
-
-
-def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
-    return done.stdout.splitlines()[0].strip()
-
-
-def _instruction_sets() -> str:
-    # In the process that runs, not only what the CPU has: ATEN_CPU_CAPABILITY may limit it.
-    used = torch.backends.cpu.get_cpu_capability()
-    names = sorted(name for name, value in torch.cpu.get_capabilities().items() if value is True)
-    return f"{used} used by PyTorch; CPU has {', '.join(names)}"
+    names = sorted(name for name in os.environ if re.fullmatch(VARIABLES, name))
+    return found | {name: without_places(os.environ[name]) for name in names}
 
 
 def _package(name: str) -> str:
@@ -660,14 +505,6 @@ def _package(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _try(read: Callable[[], str]) -> str:
-    """Return a fact, or that it is unknown: a broken driver must not end the report."""
-    try:
-        return read()
-    except Exception as error:
-        return f"unknown ({without_places(f'{type(error).__name__}: {error}')})"
 
 
 def without_places(text: str) -> str:
@@ -686,21 +523,15 @@ def without_places(text: str) -> str:
 
 def summary(diagnosis: Diagnosis) -> str:
     """Return the result in one sentence."""
-    failed, device = diagnosis.failed, diagnosis.environment["device"]
-    took = f"in {diagnosis.seconds:,.0f} s"
+    failed, counts = diagnosis.failed, Counter(x.status for x in diagnosis.findings)
+    end = f"on {diagnosis.environment['device']} in {diagnosis.seconds:,.0f} s"
     if failed:
         more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
-        names = f"{', '.join(failed[:3])}{more}"
-        return f"{len(failed)} of the checks on {device} FAILED {took}: {names}."
-    counts = Counter(x.status for x in diagnosis.findings)
-    same = "repeated steps are bitwise equal"
-    if counts["differs"]:
-        same = f"repeated steps differ in {counts['differs']} paths"
-    passed = counts["ok"] + counts["equal"] + counts["differs"]
-    return (
-        f"No check failed on {device}: {passed} passed and {counts['skipped']} were skipped "
-        f"{took}, and {same}."
-    )
+        return f"{len(failed)} of the checks FAILED {end}: {', '.join(failed[:3])}{more}."
+    n_differ = counts["differs"]
+    same = f"repeated steps differ in {n_differ} paths" if n_differ else "repeated steps are equal"
+    passed = counts["ok"] + counts["equal"] + n_differ
+    return f"{passed} checks passed and {counts['skipped']} were skipped {end}; {same}."
 
 
 def markdown(diagnosis: Diagnosis) -> str:
@@ -726,10 +557,15 @@ def _number(x: float | None) -> str:
 
 def record(diagnosis: Diagnosis) -> dict[str, Any]:
     """Return everything as plain values for JSON."""
-    failed: Sequence[str] = diagnosis.failed
+    failed = diagnosis.failed
     return {
         **asdict(diagnosis),
         "ok": not failed,
         "failed": failed,
         "summary": summary(diagnosis),
     }
+
+
+if __name__ == "__main__":  # a subprocess: the name of a group and the device
+    rows = globals()[sys.argv[1]](torch.device(sys.argv[2]))
+    print(json.dumps([asdict(row) for row in rows]))

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from transformer_vq.data.batches import Batch, packs_documents, read_rows
 from transformer_vq.data.corpus import Split, SplitSize
-from transformer_vq.device import evaluating, matmul_precision
+from transformer_vq.device import evaluating, matmul_precision, to_device
 from transformer_vq.errors import UserError
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import NotFiniteError
-from transformer_vq.transfer import to_device
 
 Protocol = Literal["windowed", "streaming"]
 N_BINS = 40  # position p falls into bin floor(log2(p + 1)): enough for any document

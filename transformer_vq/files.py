@@ -69,21 +69,16 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
     If the block raises, the temporary file is deleted and `path` is unchanged.
     """
-    partial = partial_path(path)
+
     # Created here, not by the writer, so that the mode of every file follows the umask.
-    try:
+    def create(partial: Path) -> None:
         os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-    try:
+
+    with _renamed(path, create) as partial:
         mode = partial.stat().st_mode & 0o777
         yield partial
         partial.chmod(mode)
         _sync(partial)
-        os.replace(partial, path)
-        _sync_folder(path.parent)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -93,21 +88,32 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     If the block raises, the temporary folder is deleted. Raises OSError if `folder` exists and is
     not empty when the block ends.
     """
-    partial = partial_path(folder)
-    try:
+
+    def create(partial: Path) -> None:
         partial.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(folder)) from None
-    try:
+
+    with _renamed(folder, create) as partial:
         yield partial
         for path in filter(Path.is_file, partial.rglob("*")):
             _sync(path)
         _sync_folder(partial)
-        os.replace(partial, folder)
-        _sync_folder(folder.parent)
+
+
+@contextmanager
+def _renamed(path: Path, create: Callable[[Path], None]) -> Iterator[Path]:
+    """Yield a new temporary file or folder; on success it is renamed to `path`, else deleted."""
+    partial = partial_path(path)
+    try:
+        create(partial)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    try:
+        yield partial
+        os.replace(partial, path)
+        _sync_folder(path.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
 
 
 @contextmanager
@@ -129,19 +135,17 @@ def make_private_folder(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Wait until the content of a file is on the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+    """Wait until the content of a file or the names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where the file system can do that."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with suppress(OSError):  # not all file systems can do that
+        _sync(folder)
 
 
 def remove_partial_files(folder: Path) -> None:
@@ -150,10 +154,14 @@ def remove_partial_files(folder: Path) -> None:
     Call it only while no other process writes to `folder`.
     """
     for path in folder.glob(f".*.{'[0-9a-f]' * 8}{PARTIAL}"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def partial_path(path: Path) -> Path:
@@ -190,10 +198,6 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CorruptFileError(f"{path} is not a JSON object")
     return value
-
-
-def _json_digest(value: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path: Path) -> str:
@@ -369,7 +373,8 @@ def tensors_digest(tensors: dict[str, Tensor]) -> str:
 
 
 def _tensors_digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    return _json_digest({"tensors": tensors_digest(tensors), "metadata": metadata})
+    value = {"tensors": tensors_digest(tensors), "metadata": metadata}
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:

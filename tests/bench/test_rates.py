@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from transformer_vq import measure as rates
+import measure as rates
 
 CPU = torch.device("cpu")
 

@@ -1,13 +1,13 @@
-"""Train a small model with a `Trainer` or a plain loop; run by test_accelerate.py.
+"""Train a small model with a `Trainer` or with FSDP2; run by test_accelerate.py.
 
-Arguments: "trainer", "loop" or "fsdp", rows per process and micro-batch, and the output folder.
+Arguments: "trainer" or "fsdp", rows per process and micro-batch, and the output folder.
 """
 
 import sys
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 from client_models import make_model, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,19 +39,6 @@ def with_trainer(model, rows, batch_size: int, folder: Path) -> None:
     assert trainer.state.global_step == N_STEPS
 
 
-def with_loop(model, rows, batch_size: int) -> None:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=N_MICRO_BATCHES)
-    optimizer = torch.optim.SGD(model.parameters(), LR)
-    loader = DataLoader(rows, batch_size)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    model.train()
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(model(**batch).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def with_fsdp(model, rows, batch_size: int) -> None:
     """Shard the parameters with FSDP2, and train without accelerate."""
     state = PartialState(cpu=True)
@@ -78,8 +65,6 @@ def main() -> None:
     rows = [{"input_ids": row, "labels": row} for row in windows]
     if kind == "trainer":
         with_trainer(model, rows, batch_size, folder)
-    elif kind == "loop":
-        with_loop(model, rows, batch_size)
     else:
         with_fsdp(model, rows, batch_size)
     assert model.code_usage is None

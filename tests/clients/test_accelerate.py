@@ -28,7 +28,7 @@ def run(command: list[str], kind: str, batch_size: int, folder: Path) -> None:
     assert "codebooks" not in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["trainer", "loop", "fsdp"])
+@pytest.mark.parametrize("kind", ["trainer", "fsdp"])
 def test_two_processes_train_the_model_of_one(kind, tmp_path):
     run([], kind, 4, tmp_path)
     run([*LAUNCH, *SETTINGS, "--main_process_port=0"], kind, 2, tmp_path)

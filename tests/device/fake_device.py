@@ -23,7 +23,7 @@ from torch.utils import _pytree, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_vq
-from transformer_vq import transfer
+from transformer_vq import device as devices
 from transformer_vq.ops import runtime
 
 NAME = "fake"
@@ -50,7 +50,7 @@ def _register() -> torch.device:
     for name in BF16_OPERATORS:
         _LIBRARY.impl(name, _in_bf16(getattr(torch.ops.aten, name)))
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(x, device=...) copies from the host
-    transfer.PINNED.add(NAME)
+    devices.PINNED.add(NAME)
     runtime.ASSERTING.add(NAME)
     return torch.device(NAME, 0)
 

@@ -26,11 +26,11 @@ DECODING = ("decode", "decode full attention", "sample")
 # Each allowed wait with its reason. Training steps have none.
 LOGGING_WAITS = {
     "training/unread.py:check_losses, read": "a logged step reads the losses since the last one",
-    "transfer.py:tolist, event": "codebook health, queued before the losses: no second wait",
+    "device.py:tolist, event": "codebook health, queued before the losses: no second wait",
 }
 EVALUATION_WAITS = {"evaluation.py:score, read": "the totals, once at the end"}
 DECODING_WAITS = {
-    "transfer.py:tolist, event": "the tokens of a step; the next step is running already",
+    "device.py:tolist, event": "the tokens of a step; the next step is running already",
 }
 SERVING_WAITS = DECODING_WAITS | {
     "files.py:tensors_digest, copy to the host": "once at the start: contexts name their model",
@@ -61,7 +61,7 @@ def test_the_host_waits_only_where_it_is_allowed_to(results, scenario, allowed):
 
 
 def test_a_wait_per_decoded_token_is_the_only_one(results):
-    assert results["decode"]["waits"] == {"transfer.py:tolist, event": 3}
+    assert results["decode"]["waits"] == {"device.py:tolist, event": 3}
 
 
 def test_reading_a_value_in_a_layer_is_detected(results):

@@ -11,7 +11,7 @@ import torch
 from helpers import tiny_run
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from transformer_vq import TransformerVQ, UserError
@@ -117,47 +117,6 @@ def test_a_changed_vocabulary_is_reported(exported, tmp_path, capsys):
     assert "tokenizer.json is corrupt" in line
 
 
-def test_special_tokens_and_sizes_equal_ours(pair):
-    ours, theirs = pair
-    assert len(theirs) == ours.vocab_size
-    special = theirs.bos_token_id, theirs.eos_token_id, theirs.pad_token_id
-    assert special == (ours.bos, ours.eod, ours.bos)
-
-
-def test_the_exported_vocabulary_is_that_of_the_run(exported):
-    ours, folder = exported
-    assert open_tokenizer(folder).sha256 == load_tokenizer(folder).sha256 == ours.sha256
-
-
-def test_batches_are_padded_on_the_left(pair):
-    ours, theirs = pair
-    batch = theirs(["dogs saw", "a"], padding=True, return_tensors="pt")
-    assert set(batch) == {"input_ids", "attention_mask"}
-    long, short = ([ours.bos, *ours.encode(text)] for text in ("dogs saw", "a"))
-    n_more = len(long) - len(short)
-    assert batch["input_ids"].tolist() == [long, [ours.bos] * n_more + short]
-    assert batch["attention_mask"].tolist() == [[1] * len(long), [0] * n_more + [1] * len(short)]
-
-
-def test_the_chat_template_is_kept(pair):
-    ours, theirs = pair
-    if ours.settings.chat_template is None:
-        assert theirs.chat_template is None
-        return
-    messages = [{"role": "user", "content": "the fox"}]
-    assert theirs.apply_chat_template(messages, tokenize=False) == "user: the fox\n"
-
-
-def test_a_saved_copy_gives_the_same_ids(pair, tmp_path):
-    ours, theirs = pair
-    theirs.save_pretrained(tmp_path)
-    text = "the <s> fox <|endoftext|>"
-    assert AutoTokenizer.from_pretrained(tmp_path)(text)["input_ids"] == [
-        ours.bos,
-        *ours.encode(text),
-    ]
-
-
 @pytest.mark.slow
 def test_the_tokenizer_loads_without_this_package(exported):
     ours, folder = exported
@@ -207,18 +166,6 @@ def test_a_given_chat_template_replaces_that_of_the_tokenizer(exported, tmp_path
     assert theirs.apply_chat_template(messages)["input_ids"] == ours.encode("the fox?")
 
 
-def test_model_and_tokenizer_can_be_saved_over_an_export(exported, tmp_path):
-    _, folder = exported
-    model, copy = TransformerVQForCausalLM.from_pretrained(folder), tmp_path / "copy"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    shutil.copytree(folder, copy)
-    model.save_pretrained(copy)
-    tokenizer(["a", "the fox"], padding=True)  # is stored in tokenizer.json
-    tokenizer.save_pretrained(copy)
-    assert (copy / "tokenizer.json").read_bytes() != (folder / "tokenizer.json").read_bytes()
-    assert TransformerVQForCausalLM.from_pretrained(copy)
-
-
 def test_generation_stops_at_the_end_of_a_document(tmp_path):
     learn_bpe([LINES], 300, tmp_path)
     run = untrained_run(tmp_path, load_tokenizer(tmp_path))
@@ -233,16 +180,3 @@ def test_generation_stops_at_the_end_of_a_document(tmp_path):
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokens = exported.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
     assert tokens[0].tolist() == [*prompt, likely]
-
-
-def test_whitespace_pieces_are_kept(tmp_path):
-    """Added tokens that are not special match in texts, here and in the export."""
-    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "<s>": 2}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<s>"])
-    tokenizer.add_tokens(["  "])
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    ours = open_tokenizer(tmp_path, end_of_document=True)
-    export(untrained_run(tmp_path, ours), tmp_path / "out")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert theirs("a  b")["input_ids"][1:] == ours.encode("a  b") == [0, 3, 1]

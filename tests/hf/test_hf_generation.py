@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from helpers import assert_close, tiny_config
-from transformers import StaticCache, TextStreamer, pipeline
+from helpers import tiny_config
+from transformers import TextStreamer, pipeline
 
 from transformer_vq import TransformerVQ
 from transformer_vq.generation.decode import generate
@@ -51,47 +51,17 @@ def test_generate_without_a_prompt_starts_from_bos(model, core):
     assert model.generate(max_new_tokens=5).tolist() == [[0, *generate(core, [0], 5, 0.0)]]
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}])
-def test_beam_search_does_not_depend_on_the_cache(model, options):
-    inputs = padded()
-    got = model.generate(**inputs, max_new_tokens=12, **options)
-    assert got.shape == (2 * options.get("num_return_sequences", 1), len(PROMPT) + 12)
-    assert torch.equal(got, model.generate(**inputs, max_new_tokens=12, use_cache=False, **options))
+def test_beam_search_does_not_depend_on_the_cache(model):
+    options = padded() | {"max_new_tokens": 12, "num_beams": 4, "num_return_sequences": 2}
+    got = model.generate(**options)
+    assert got.shape == (4, len(PROMPT) + 12)
+    assert torch.equal(got, model.generate(**options, use_cache=False))
 
 
-def test_beam_search_finds_a_more_likely_text_than_greedy_search(model, core):
-    def nats(row):
-        return (
-            -core(torch.tensor([row[:-1]]))
-            .logits.log_softmax(-1)[0]
-            .gather(1, torch.tensor(row[1:])[:, None])[len(PROMPT) - 1 :]
-            .sum()
-        )
-
-    greedy, beams = search(model, [PROMPT])[0], search(model, [PROMPT], num_beams=6)[0]
-    assert greedy != beams
-    assert nats(beams) < nats(greedy)
-
-
-@pytest.mark.parametrize("n_more", [0, 5])
-def test_padded_batch_generates_the_same_as_single_prompts(model, n_more):
-    inputs = padded(n_more)
+def test_padded_batch_generates_the_same_as_single_prompts(model):
+    inputs = padded(5)
     got = model.generate(**inputs, max_new_tokens=20)[:, -20:].tolist()
     assert got == [search(model, [row])[0][-20:] for row in (PROMPT, SHORTER)]
-
-
-def test_padded_batch_of_one_generates_the_same_as_without_padding(model):
-    inputs = {name: x[1:] for name, x in padded().items()}
-    got = model.generate(**inputs, max_new_tokens=20)
-    assert got[0, -20:].tolist() == search(model, [SHORTER])[0][-20:]
-
-
-def test_logits_of_padded_rows_equal_those_of_single_rows(model):
-    inputs = padded(3)
-    logits = model(**inputs).logits
-    for row, tokens in enumerate((PROMPT, SHORTER)):
-        want = model(torch.tensor([tokens])).logits[0]
-        assert_close("logits", logits[row, -len(tokens) :], want)
 
 
 def test_sampling_depends_on_the_seed_and_returns_the_requested_number(model):
@@ -103,12 +73,6 @@ def test_sampling_depends_on_the_seed_and_returns_the_requested_number(model):
     assert len(first) == 3
     assert len({tuple(row) for row in first}) == 3
     assert first == draw(0) != draw(1)
-
-
-def test_generate_disables_dropout():
-    config = tiny_config(vocab_size=256, p_dropres=0.5, p_dropsin=0.5, p_droplyr=0.5)
-    model = TransformerVQForCausalLM.from_core(TransformerVQ(config).eval())
-    assert search(model, [PROMPT]) == search(model, [PROMPT])
 
 
 def test_generate_continues_from_a_returned_cache(model):
@@ -142,12 +106,7 @@ def test_repeated_prompt_cache_serves_several_sequences(model, options):
     assert draw(past_key_values=prompt_cache(model, 5, n_copies=3)) == draw()
 
 
-def test_cache_of_another_batch_size_is_rejected(model):
-    with pytest.raises(ValueError, match="batch size"):
-        search(model, [PROMPT] * 2, past_key_values=prompt_cache(model, 5))
-
-
-@pytest.mark.parametrize("name", ["dynamic", "static", "hybrid", "offloaded", "quantized"])
+@pytest.mark.parametrize("name", ["static", "offloaded"])
 def test_every_cache_implementation_uses_the_state(model, name):
     got = model.generate(
         torch.tensor([PROMPT]),
@@ -157,12 +116,6 @@ def test_every_cache_implementation_uses_the_state(model, name):
     )
     assert isinstance(got.past_key_values, TransformerVQCache)
     assert got.sequences.tolist() == search(model, [PROMPT])
-
-
-def test_cache_of_another_class_is_rejected(model):
-    cache = StaticCache(config=model.config, max_cache_len=64)
-    with pytest.raises(TypeError, match="StaticCache"):
-        search(model, [PROMPT], past_key_values=cache)
 
 
 def test_continuous_batching_is_rejected(model):
@@ -178,9 +131,9 @@ def test_assisted_decoding_is_rejected(model):
 
 def test_stop_string_ends_the_text(model):
     tokenizer = TransformerVQTokenizer()
-    text = tokenizer.decode(search(model, [PROMPT], max_new_tokens=200)[0][len(PROMPT) :])
+    text = tokenizer.decode(search(model, [PROMPT], max_new_tokens=60)[0][len(PROMPT) :])
     stop = next(x for x in text if x.isascii() and x.isprintable())
-    got = search(model, [PROMPT], max_new_tokens=200, stop_strings=stop, tokenizer=tokenizer)[0]
+    got = search(model, [PROMPT], max_new_tokens=60, stop_strings=stop, tokenizer=tokenizer)[0]
     assert tokenizer.decode(got[len(PROMPT) :]) == text[: text.index(stop) + 1]
 
 
@@ -204,10 +157,8 @@ class RecordingStreamer(TextStreamer):
         self.chunks = [*getattr(self, "chunks", []), text]
 
 
-@pytest.mark.parametrize(
-    "text", ["na\u00efve caf\u00e9 \u4e2d\u6587 \U0001f642 end", "\u00e9\n\u00e9 \u4e2d"]
-)
-def test_streamer_prints_complete_characters(text):
+def test_streamer_prints_complete_characters():
+    text = "na\u00efve caf\u00e9 \u4e2d\u6587 \U0001f642 end"
     tokenizer = TransformerVQTokenizer()
     streamer = RecordingStreamer(tokenizer)
     for token in tokenizer.encode(text, add_special_tokens=False):
@@ -215,10 +166,3 @@ def test_streamer_prints_complete_characters(text):
     streamer.end()
     assert "".join(streamer.chunks) == text
     assert sum(map(bool, streamer.chunks)) > 1
-
-
-def test_generate_streams_the_text(model):
-    tokenizer = TransformerVQTokenizer()
-    streamer = RecordingStreamer(tokenizer, skip_prompt=True)
-    got = search(model, [PROMPT], max_new_tokens=60, streamer=streamer)[0]
-    assert "".join(streamer.chunks) == tokenizer.decode(got[len(PROMPT) :])

@@ -9,7 +9,7 @@ from helpers import relative_rms, tiny_config
 from torch import nn
 
 from transformer_vq import TransformerVQ, generate
-from transformer_vq.hf import TransformerVQForCausalLM, TransformerVQForSequenceClassification
+from transformer_vq.hf import TransformerVQForCausalLM
 from transformer_vq.nn.quantizer import VectorQuantizer
 
 HEAD_TYPES = ["shga", "mqa", "mha", "gqa"]
@@ -49,21 +49,7 @@ def test_hooks_of_all_modules_with_weights_are_called(options):
     assert called == set(names)
 
 
-def test_hooks_change_decoding_as_they_change_the_forward_pass():
-    model = new_model()
-    plain = model(TOKENS).logits
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_hook(lambda module, args, output: output * 1.5)
-    want = model(TOKENS).logits
-    assert not torch.equal(want, plain)
-    cache = model(TOKENS[:, :11], use_cache=True).past_key_values
-    got = model(TOKENS[:, 11:], past_key_values=cache).logits
-    torch.testing.assert_close(got[:, 0], want[:, -1], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("offload_buffers", [False, True])
-@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize(("where", "offload_buffers"), [("cpu", False), ("disk", True)])
 def test_offloaded_model_gives_the_same_logits(where, offload_buffers, tmp_path):
     model = new_model(head_type="mqa", absolute_positions=True)
     with torch.no_grad():
@@ -96,15 +82,7 @@ def test_device_map_with_disk_gives_the_same_logits(tmp_path):
     assert torch.equal(sequences, model.generate(TOKENS, max_new_tokens=6, do_sample=False))
 
 
-def test_offloaded_classifier_gives_the_same_logits():
-    model = TransformerVQForSequenceClassification(new_model().config).eval()
-    with torch.no_grad():
-        want = model(TOKENS).logits
-        cpu_offload(model, torch.device("cpu"), offload_buffers=True)
-        assert torch.equal(model(TOKENS).logits, want)
-
-
-@pytest.mark.parametrize("head_type", HEAD_TYPES)
+@pytest.mark.parametrize("head_type", ["shga", "gqa"])
 def test_dynamically_quantized_layers_are_used(head_type):
     model = new_model(head_type=head_type)
     with torch.no_grad():

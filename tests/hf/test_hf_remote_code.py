@@ -109,38 +109,6 @@ def test_missing_package_is_reported_in_one_line_with_the_fix(saved, tmp_path):
     assert ended.stdout.splitlines() == 3 * [last.removeprefix("ImportError: ")]
 
 
-@pytest.mark.slow
-def test_errors_inside_the_package_are_not_reported_as_a_missing_package(saved, tmp_path):
-    program = """
-        import sys
-        sys.path.insert(0, sys.argv[2])
-        from transformers import AutoConfig
-        AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)
-    """
-    package = tmp_path / "broken" / "transformer_vq"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("import missing_package")
-    ended = run_python(program, saved, package.parent, cache=tmp_path / "cache", check=False)
-    assert "missing_package" in ended.stderr.splitlines()[-1]
-
-
-@pytest.mark.slow
-def test_transformers_asks_for_trust_without_the_import(saved, tmp_path):
-    program = """
-        import sys
-        from transformers import AutoTokenizer, AutoModelForCausalLM
-        for auto in (AutoTokenizer, AutoModelForCausalLM):
-            try:
-                auto.from_pretrained(sys.argv[1])
-            except ValueError as error:
-                assert "trust_remote_code=True" in str(error)
-            else:
-                raise AssertionError
-        assert "transformer_vq" not in sys.modules
-    """
-    run_python(program, saved, cache=tmp_path)
-
-
 @pytest.mark.parametrize("auto", [*AUTO_CLASSES, AutoTokenizer])
 def test_remote_code_is_not_run_after_the_import(saved, tmp_path, auto):
     folder = tmp_path / "copy"

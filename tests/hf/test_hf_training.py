@@ -11,7 +11,7 @@ from helpers import assert_close, tiny_config
 from transformers import DataCollatorForLanguageModeling, Trainer, TrainingArguments
 
 from transformer_vq import TransformerVQ
-from transformer_vq.hf import CodebookCallback, TransformerVQForCausalLM, TransformerVQTokenizer
+from transformer_vq.hf import TransformerVQForCausalLM, TransformerVQTokenizer
 
 TEXT = "the cat sat on the mat and then it ran off up the hill to see the sun set. " * 20
 LR = 0.05
@@ -145,17 +145,6 @@ def test_code_usage_is_collected_in_training_only(model):
     assert float(model.code_usage[0].count.sum()) == 6
     model.update_codebooks()
     assert model.code_usage is None
-
-
-def test_skipped_optimizer_step_leaves_codebooks_unchanged(model):
-    class Optimizer:
-        step_was_skipped = True
-
-    before = model.model.branches[0].quantizer.c_sum.clone()
-    model.train()(torch.tensor([[1, 2, 3]]))
-    CodebookCallback().on_optimizer_step(None, None, None, model=model, optimizer=Optimizer())
-    assert model.code_usage is None
-    assert torch.equal(model.model.branches[0].quantizer.c_sum, before)
 
 
 def test_saving_without_codebook_updates_warns(model, tmp_path):

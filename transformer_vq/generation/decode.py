@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from transformer_vq.device import compile_decoding
+from transformer_vq.device import HostCopy, compile_decoding, to_device
 from transformer_vq.errors import UserError
 from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.prefill import Context, prefill
 from transformer_vq.generation.sampling import NOT_FINITE, Sampling, mark_not_finite
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import NotFiniteError
-from transformer_vq.transfer import HostCopy, to_device
 
 CHUNK = 64
 """Number of steps whose random numbers are copied to the device together."""

@@ -9,10 +9,9 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from transformer_vq.device import evaluating
+from transformer_vq.device import evaluating, to_device
 from transformer_vq.errors import UserError
 from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
-from transformer_vq.transfer import to_device
 
 SEGMENT_LEN = 2048
 """Tokens per forward pass, so that memory does not depend on the length of a prompt."""

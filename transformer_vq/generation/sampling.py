@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from transformer_vq.device import to_device
 from transformer_vq.errors import UserError
-from transformer_vq.transfer import to_device
 
 NOT_FINITE = -1
 """What `mark_not_finite` puts in the place of a token."""

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import TrainerCallback
@@ -26,33 +25,15 @@ from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer, add_usages, 
 from transformer_vq.parallel.data_parallel import default_group, total_usage
 
 
-@dataclass
-class _Pending:
-    """The training passes since the last optimizer step.
-
-    weight: a trainable parameter and its value at the first pass, to detect optimizer steps that
-    the hook has missed.
-    """
-
-    usage: tuple[CodeUsage, ...]
-    n_passes: int
-    weight: tuple[nn.Parameter, Tensor] | None
-
-
 class CodebookUpdates(Stack):
     """Collects the code usage of training passes and applies it after each optimizer step."""
 
     codebooks_frozen: bool = False
     """Whether training leaves all codebooks unchanged."""
-    _pending: _Pending | None = None
+    code_usage: tuple[CodeUsage, ...] | None = None
+    """Sum over the training passes since the last optimizer step, or None."""
+    _n_passes: int = 0
     _warned_frozen: bool = False
-    _checks_steps: bool = True
-    """Whether to look for optimizer steps that the hook has missed, until it has seen one."""
-
-    @property
-    def code_usage(self) -> tuple[CodeUsage, ...] | None:
-        """Sum over the training passes since the last optimizer step, or None."""
-        return None if self._pending is None else self._pending.usage
 
     def codebook_layers(self) -> list[VQAttention]:
         return [branch for branch in self.branches if isinstance(branch, VQAttention)]
@@ -66,15 +47,11 @@ class CodebookUpdates(Stack):
         if len(frozen) == len(self.codebook_layers()):
             self._warn_if_adapted()
             return
-        if self._pending is None:
-            weight = _smallest_weight(self.parameters()) if self._checks_steps else None
-            self._pending = _Pending(usages, 1, weight)
-            _install_hook()
-            _PENDING[self] = None
-            return
-        self._warn_if_missed(self._pending)
-        self._pending.usage = add_usages(self._pending.usage, usages)
-        self._pending.n_passes += 1
+        before = self.code_usage
+        self.code_usage = usages if before is None else add_usages(before, usages)
+        self._n_passes += 1
+        _install_hook()
+        _PENDING[self] = None
 
     @torch.no_grad()
     def update_codebooks(self, code_usage: Sequence[CodeUsage] | None = None) -> None:
@@ -83,8 +60,8 @@ class CodebookUpdates(Stack):
         code_usage: by default that of all training passes since the last update, on all processes.
         Codebooks of frozen layers do not move.
         """
-        if code_usage is None and self._pending is not None:
-            code_usage = total_usage(self._pending.usage, default_group())
+        if code_usage is None and self.code_usage is not None:
+            code_usage = total_usage(self.code_usage, default_group())
         if code_usage is not None:
             for layer, usage in zip(self.codebook_layers(), code_usage, strict=True):
                 if self._follows(layer):
@@ -93,7 +70,7 @@ class CodebookUpdates(Stack):
 
     def drop_code_usage(self) -> None:
         """Discard the code usage since the last update, as for a skipped optimizer step."""
-        self._pending = None
+        self.code_usage, self._n_passes = None, 0
         _PENDING.pop(self, None)
 
     def key_priority(self, n_rows: int, seq_len: int, valid: Tensor | None) -> Tensor:
@@ -104,14 +81,13 @@ class CodebookUpdates(Stack):
         """
         group = default_group()
         rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        n_passes = 0 if self._pending is None else self._pending.n_passes
-        first_row = (n_passes * size + rank) * n_rows
+        first_row = (self._n_passes * size + rank) * n_rows
         device = next(self.parameters()).device if valid is None else valid.device
         return token_priority(n_rows, seq_len, valid, device, first_row)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have no pending code usage, as copies of parameters have no grad."""
-        return {name: x for name, x in vars(self).items() if name != "_pending"}
+        return {n: x for n, x in vars(self).items() if n not in ("code_usage", "_n_passes")}
 
     def _follows(self, layer: VQAttention) -> bool:
         """Return whether training moves the codebook of a layer.
@@ -136,21 +112,6 @@ class CodebookUpdates(Stack):
                 stacklevel=2,
             )
 
-    def _warn_if_missed(self, pending: _Pending) -> None:
-        """Warn once if weights have changed since the first pending pass, without the hook."""
-        if not self._checks_steps or pending.weight is None:
-            return
-        weight, before = pending.weight
-        now = _local(weight)
-        if now.shape == before.shape and now.device == before.device and not now.equal(before):
-            self._checks_steps = False
-            warnings.warn(
-                "the weights have changed, but not by a torch optimizer of this model's "
-                "parameters, so the codebooks were not updated; call model.update_codebooks() "
-                "after each optimizer step, or give the Trainer a CodebookCallback()",
-                stacklevel=2,
-            )
-
 
 _PENDING: weakref.WeakKeyDictionary[CodebookUpdates, None] = weakref.WeakKeyDictionary()
 """Models with code usage that has not been applied, in the same order on all ranks."""
@@ -170,25 +131,7 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for model in list(_PENDING):
         if any(id(p) in updated for p in model.parameters()):
-            model._checks_steps = False
             model.update_codebooks()
-
-
-def _smallest_weight(
-    parameters: Iterable[nn.Parameter],
-) -> tuple[nn.Parameter, Tensor] | None:
-    """Return the smallest trainable parameter and a copy of its value, or None."""
-    trainable = [p for p in parameters if p.requires_grad and p.numel() > 1]
-    if not trainable:
-        return None
-    weight = min(trainable, key=lambda p: p.numel())
-    return weight, _local(weight).clone()
-
-
-def _local(x: Tensor) -> Tensor:
-    """Return the values on this rank; with FSDP2, parameters are sharded."""
-    local: Tensor = x.to_local() if hasattr(x, "to_local") else x
-    return local.detach()
 
 
 class CodebookCallback(TrainerCallback):

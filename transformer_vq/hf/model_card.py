@@ -48,7 +48,7 @@ def model_card(
     """
     config, rows = read_config(run), read_metrics(run)
     about = read_json(run / ABOUT) if is_packaged(run) else {}
-    step, n_parameters = _step(rows, which), sum(p.numel() for p in model.parameters())
+    step, n_parameters = _step(run, rows, which), sum(p.numel() for p in model.parameters())
     images, linear = config.data.has_images, config.model.attention == "vq"
     base = config.train.init_from and _base_name(config.train.init_from)
     data = ModelCardData(
@@ -135,37 +135,30 @@ def _training(
 def _results(run: Path, rows: list[Row], which: str, step: int | None) -> str:
     """Return a table of the recorded scores of the checkpoint; empty if there are none."""
     found: list[tuple[str, ...]] = []
-    for row in _validations(rows, "bits_per_byte"):
-        if row["step"] == step:
-            tokens = f"{row['tokens']:,}" if "tokens" in row else ""
+    for row in finite(rows, "bits_per_byte"):
+        if row["kind"] == "validation" and row["step"] == step:
             bits = f"{row['bits_per_byte']:.4f}"
-            found.append(("validation", "during training", tokens, bits, ""))
-            break
+            found = [("validation", "during training", f"{row['tokens']:,}", bits, "")]
     for path in sorted(run.glob("evaluation-*.json")):
         try:
             evaluation = read_object(path)
-            if evaluation.get("step") == model_step(run, which):
-                found += _evaluation(evaluation, which)
+            if (evaluation["step"], evaluation["checkpoint"]) == (step, which):
+                found += _evaluation(evaluation)
         except (CorruptFileError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = error if isinstance(error, CorruptFileError) else "it has an unknown format"
             warn(f"the model card omits {path.name}: {why}")
     if not found:
         return ""
-    heads: tuple[str, ...] = ("split", "protocol", "tokens", "bits per byte")
-    if any(row[-1] for row in found):
-        return _table((*heads, "word-level perplexity"), found)
-    return _table(heads, [row[:-1] for row in found])
+    return _table(("split", "protocol", "tokens", "bits per byte", "word-level perplexity"), found)
 
 
-def _evaluation(evaluation: Row, which: str) -> list[tuple[str, ...]]:
-    """Return the rows of a recorded evaluation; none if it is of another checkpoint."""
-    if evaluation["checkpoint"] != which:
-        return []
-    window = f"windowed, {evaluation['seq_len']:,} tokens"
+def _evaluation(evaluation: Row) -> list[tuple[str, ...]]:
+    """Return the rows of a recorded evaluation."""
+    names = {"windowed": f"windowed, {evaluation['seq_len']:,} tokens"}
     return [
         (
             str(evaluation["split"]),
-            window if protocol == "windowed" else str(protocol),
+            names.get(protocol, protocol),
             f"{result['tokens']:,}",
             f"{result['bits_per_byte']:.4f}",
             "" if result["word_perplexity"] is None else f"{result['word_perplexity']:,.4g}",
@@ -174,18 +167,11 @@ def _evaluation(evaluation: Row, which: str) -> list[tuple[str, ...]]:
     ]
 
 
-def _step(rows: list[Row], which: str) -> int | None:
-    """Return the step of a checkpoint; None if the log does not show it."""
-    if which != "best":
-        return int(which.removeprefix("step "))
-    valid = _validations(rows, "nats_per_token")
-    best = min(valid, key=lambda row: row["nats_per_token"], default=None)
-    return None if best is None else int(best["step"])
-
-
-def _validations(rows: list[Row], key: str) -> list[Row]:
-    """Return the validation rows with a finite number for a key."""
-    return [row for row in finite(rows, key) if row["kind"] == "validation"]
+def _step(run: Path, rows: list[Row], which: str) -> int | None:
+    """Return the step of a checkpoint; of a best model without one, that of the lowest loss."""
+    losses = [row for row in finite(rows, "nats_per_token") if row["kind"] == "validation"]
+    best = min(losses, key=lambda row: row["nats_per_token"], default={"step": None})
+    return model_step(run, which) or best["step"]
 
 
 def _tokens(rows: list[Row], step: int) -> int:

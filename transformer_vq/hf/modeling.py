@@ -491,10 +491,6 @@ def _tokens_or_embeddings(input_ids: Tensor | None, inputs_embeds: Tensor | None
     given = inputs_embeds if input_ids is None else input_ids
     if given is None or (input_ids is not None and inputs_embeds is not None):
         raise ValueError("give either input_ids or inputs_embeds")
-    if inputs_embeds is not None and inputs_embeds.ndim != 3:
-        raise ValueError(
-            f"inputs_embeds has shape {tuple(inputs_embeds.shape)}, want [batch, tokens, width]"
-        )
     return given
 
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from transformer_vq.config import ParallelConfig, RunConfig
 from transformer_vq.data.batches import Batch
+from transformer_vq.device import to_device
 from transformer_vq.errors import UserError
 from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import CodeUsage
@@ -40,7 +41,6 @@ from transformer_vq.parallel.tensor_parallel import (
     unsharded_parameters,
 )
 from transformer_vq.parallel.world import World
-from transformer_vq.transfer import to_device
 
 
 def check_mesh(config: RunConfig, mesh: ParallelConfig) -> None:

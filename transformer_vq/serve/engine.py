@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from torch import Tensor
 
 from transformer_vq.data.tokenizers import Tokenizer
+from transformer_vq.device import HostCopy, to_device
 from transformer_vq.errors import UserError, is_out_of_memory
 from transformer_vq.generation.decode import runs_ahead
 from transformer_vq.generation.decoder import Decoder
@@ -30,7 +31,6 @@ from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import NotFiniteError
 from transformer_vq.serve.prefixes import PrefixStore
 from transformer_vq.serve.requests import Event, Finished, Generation, Notify, Request
-from transformer_vq.transfer import HostCopy, to_device
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from transformer_vq.data.tokenizers import Tokenizer
+from transformer_vq.device import to_device
 from transformer_vq.generation.prefill import Context, segments
 from transformer_vq.generation.sampling import Sampling
 from transformer_vq.generation.text import TextStream
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.serve.prefixes import PrefixStore, is_stored, prefix_digests
-from transformer_vq.transfer import to_device
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ import torch
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpus import Corpus
+from transformer_vq.device import HostCopy
 from transformer_vq.errors import TrainingError
 from transformer_vq.evaluation import score
 from transformer_vq.memory_use import peak_bytes
@@ -34,7 +35,6 @@ from transformer_vq.training.mfu import Utilization
 from transformer_vq.training.optim import decay_start
 from transformer_vq.training.signals import StopRequest
 from transformer_vq.training.step import NotFiniteStepError, StepResult, Trainer
-from transformer_vq.transfer import HostCopy
 
 
 class TrainingLoop:

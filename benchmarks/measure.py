@@ -1,4 +1,4 @@
-"""Measurements that the doctor and the benchmarks share.
+"""Measurements that the benchmarks share.
 
 Subprocesses with limits, timing, the machine record, and the references for the speed of a model:
 matrix-product rates and read bandwidth. Measuring rates takes bounded time on any CPU, even if it
@@ -28,7 +28,7 @@ from typing import TypedDict, TypeVar, final
 
 import torch
 
-from transformer_vq.device import cpu_name, has_fast_bf16, keep_freed_memory
+from transformer_vq.device import cpu_name, has_fast_bf16, keep_freed_memory, total_memory
 from transformer_vq.errors import UserError, is_out_of_memory
 
 Result = TypeVar("Result")
@@ -201,6 +201,17 @@ def synchronize(device: torch.device | None) -> None:
     """Wait until a GPU has finished its queued work."""
     if device is not None and device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the memory of the device that can be allocated, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        status = Path("/proc/meminfo").read_text()
+        return int(status.split("MemAvailable:")[1].split()[0]) * 1024
+    except (OSError, IndexError):
+        return total_memory(device)
 
 
 def machine(device: torch.device | None = None) -> Machine:

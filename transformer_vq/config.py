@@ -29,6 +29,7 @@ Depth = Annotated[int, Range(1, 2**12)]
 Rows = Annotated[int, Range(1, 2**24)]
 Count = Annotated[int, Range(1, 2**40)]
 Processes = Annotated[int, Range(1, 2**20)]
+Seed = Annotated[int, Range(0, 2**63 - 1)]
 Real = Annotated[float, Range(-1e30, 1e30)]
 Positive = Annotated[float, Range(1e-30, 1e30)]
 NotNegative = Annotated[float, Range(0, 1e30)]
@@ -350,7 +351,7 @@ class DataConfig:
 NEUTRAL_FIELDS = frozenset(
     {
         *("data.path", "data.validation_path", "data.test_path", "data.cache"),
-        *("train.device", "train.compile", "train.peak_tflops"),
+        *("train.device", "train.compile"),
         *("train.reduction", "train.backend", "train.checkpoint_activations"),
         *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
         *("train.keep", "train.tensorboard", "train.wandb"),
@@ -454,13 +455,10 @@ class TrainConfig:
     """Use torch.compile: slow start, then faster steps; by default on GPUs only."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto uses a GPU if available."""
-    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    seed: Seed = 0
     """Random seed for initial weights, data order and dropout."""
     init_from: str | None = None
     """Fine-tune: initialize weights and codebooks from this run, model file or exported folder."""
-    peak_tflops: Positive | None = None
-    """Peak TFLOP/s of one device, for model FLOP utilization (MFU); by default the vendor's figure,
-    if it is known."""
     log_every: Count = 1
     """Steps between two rows in metrics.jsonl."""
     eval_every: Count = 1000
@@ -487,11 +485,6 @@ class TrainConfig:
             raise UserError(
                 f"train.batch_size={self.batch_size} is not a multiple of "
                 f"train.accumulate={self.accumulate}; change one of them"
-            )
-        start = self.init_from
-        if start is not None and os.path.expanduser(start).startswith("~"):
-            raise UserError(
-                f"train.init_from={shown(start)}: home folder not found; give a full path"
             )
 
 

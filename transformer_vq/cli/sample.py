@@ -6,21 +6,13 @@ import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from transformer_vq.cli.arguments import (
-    MAX_ROWS,
-    RUN_HINT,
-    UsageError,
-    check_can_read,
-    check_range,
-    check_unused,
-    first_word,
-    parse,
-)
-from transformer_vq.cli.options import Checkpoint, Device, Json, Overwrite
+from transformer_vq.checks import Range
+from transformer_vq.cli.arguments import Checkpoint, Device, Json, Overwrite, Run, parse
 from transformer_vq.cli.output import out_of_memory_advice, print_json
-from transformer_vq.config import Precision
+from transformer_vq.config import Precision, Rows, Seed
+from transformer_vq.errors import UserError
 from transformer_vq.generation import NEW_TOKENS, TEMPERATURE, TOP_P
 
 if TYPE_CHECKING:
@@ -41,12 +33,13 @@ IMAGES_ONLY = ("images", "keep", "out")
 class SampleOptions:
     """Generate text, printed as it is decoded, or images, written to a PNG file."""
 
+    run: Run
     prompt: str | None = None
     """Text to continue; if omitted, a new document is started."""
     prompt_file: Path | None = None
     """File with the text to continue; - reads standard input. It may have any length: memory use is
     constant."""
-    tokens: int = NEW_TOKENS
+    tokens: Annotated[int, Range(0, 2**40)] = NEW_TOKENS
     """Maximum number of tokens to generate."""
     temperature: float = TEMPERATURE
     """Softmax temperature; below 1 favors likely tokens, 0 always chooses the most likely one."""
@@ -54,9 +47,9 @@ class SampleOptions:
     """Nucleus sampling: keep the most likely tokens that together reach this probability."""
     top_k: int | None = None
     """Sample from the k most likely tokens only."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Random seed; the same seed gives the same samples."""
-    batch: int = 1
+    batch: Rows = 1
     """Number of samples."""
     stop: tuple[str, ...] = ()
     """End a sample where one of these strings occurs."""
@@ -78,24 +71,18 @@ class SampleOptions:
     """Compile the decoder: takes about 30 seconds and needs a C++ compiler; then faster."""
     precision: Precision = "fp32"
     """fp32, or bf16 for matrix products."""
-    state_precision: Precision = "fp32"
-    """fp32, or bf16 for the values in the state: a token reads half of its bytes."""
     device: Device = "auto"
     json: Json = False
 
 
 def run(arguments: list[str]) -> None:
     """Generate text or images, depending on the data of the run."""
-    name, rest = first_word(arguments, "sample", "RUN", RUN_HINT, SampleOptions)
-    options = parse(SampleOptions, rest, f"sample {name}")
-    check_range("--batch", options.batch, 1, MAX_ROWS)
-    check_range("--tokens", options.tokens, 0)
-    check_range("--seed", options.seed, 0, 2**63 - 1)
-    check_can_read("--load-state", options.load_state)
-    for path in options.images:
-        check_can_read("--images", path)
+    options = parse(SampleOptions, arguments, "sample")
     if options.prompt is not None and options.prompt_file is not None:
-        raise UsageError("give --prompt or --prompt-file, not both")
+        raise UserError("give --prompt or --prompt-file, not both")
+    _check_is_file("--load-state", options.load_state)
+    for path in options.images:
+        _check_is_file("--images", path)
 
     from transformer_vq.device import find_device, keep_freed_memory, matmul_precision
     from transformer_vq.files import check_can_write
@@ -107,11 +94,12 @@ def run(arguments: list[str]) -> None:
     sampling = Sampling(options.temperature, options.top_p, options.top_k)
     check_can_write("--out", options.out, options.overwrite)
     check_can_write("--save-state", options.save_state, options.overwrite)
-    folder = find_run(name)
+    folder = find_run(options.run)
     has_images = read_config(folder).data.has_images
-    kind, unused = ("image", TEXT_ONLY) if has_images else ("text", IMAGES_ONLY)
-    given = {name: getattr(options, name) for name in unused}
-    check_unused(kind, given, vars(SampleOptions()))
+    for name in TEXT_ONLY if has_images else IMAGES_ONLY:
+        if getattr(options, name) != getattr(SampleOptions, name):
+            kind = "image" if has_images else "text"
+            raise UserError(f"--{name.replace('_', '-')} does not apply to {kind} runs")
     keep_freed_memory()
     share_cores()
     device = find_device(options.device)
@@ -124,18 +112,17 @@ def run(arguments: list[str]) -> None:
         tokenizer = read_tokenizer(folder)
         if has_images:
             out = _sample_images(options, folder, model, tokenizer.bos, sampling)
-            print_json({"run": name, "image": str(out)}, options.json)
+            print_json({"run": options.run, "image": str(out)}, options.json)
         else:
             samples = _sample_text(options, model, tokenizer, sampling)
-            texts, ended = [x.text for x in samples], [x.ended for x in samples]
-            print_json({"run": name, "texts": texts, "ended": ended}, options.json)
+            record = {"texts": [x.text for x in samples], "ended": [x.ended for x in samples]}
+            print_json({"run": options.run, **record}, options.json)
 
 
 def _sample_images(
     options: SampleOptions, folder: Path, model: TransformerVQ, bos: int, sampling: Sampling
 ) -> Path:
     """Write a PNG file with the samples; return its path."""
-    from transformer_vq.device import state_dtype
     from transformer_vq.generation.text import sample_images, save_grid
 
     out = folder / "samples.png" if options.out is None else options.out
@@ -148,7 +135,6 @@ def _sample_images(
         keep=options.keep,
         seed=options.seed,
         compiled=options.compile,
-        state_dtype=state_dtype(options.state_precision),
     )
     save_grid(images, out)
     print(out)
@@ -159,7 +145,6 @@ def _sample_text(
     options: SampleOptions, model: TransformerVQ, tokenizer: Tokenizer, sampling: Sampling
 ) -> list[GeneratedText]:
     """Prefill the prompt and generate; a single sample is printed while it is decoded."""
-    from transformer_vq.device import state_dtype
     from transformer_vq.generation.snapshot import load_context, save_context
     from transformer_vq.generation.text import prefill_text, sample_text
 
@@ -190,7 +175,6 @@ def _sample_text(
         stop=options.stop,
         stop_at_end=options.stop_at_end,
         compiled=options.compile,
-        state_dtype=state_dtype(options.state_precision),
         write=write,
     )
     if is_single:
@@ -199,6 +183,13 @@ def _sample_text(
         for number, sample in enumerate(samples, start=1):
             print(f"--- {number} ---\n{options.prompt or ''}{sample.text}")
     return samples
+
+
+def _check_is_file(option: str, path: Path | None) -> None:
+    """Raise UserError unless the path is a regular file; opening others may block or not end."""
+    if path is not None and not path.is_file():
+        what = "is not a file" if path.exists() else "does not exist"
+        raise UserError(f"{option} {path}: {what}; give a file")
 
 
 def _read_prompt(path: Path) -> str:
@@ -213,7 +204,7 @@ def _read_prompt(path: Path) -> str:
             is_device = stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
             is_null = status.st_rdev == os.stat(os.devnull).st_rdev
             if is_device and not is_null and not file.isatty():
-                raise UsageError(f"--prompt-file {path}: is a device; give a text file")
+                raise UserError(f"--prompt-file {path}: is a device; give a text file")
             return file.read().decode(errors="surrogateescape")
     except OSError as error:
-        raise UsageError(f"--prompt-file {path}: {error.strerror}; give a text file") from error
+        raise UserError(f"--prompt-file {path}: {error.strerror}; give a text file") from error

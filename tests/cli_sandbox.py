@@ -6,8 +6,11 @@ without a network and with limits on time and memory.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -29,14 +32,13 @@ import transformer_vq.demo
 import transformer_vq.doctor
 from transformer_vq.cli import demo
 from transformer_vq.cli import main as cli
-from transformer_vq.cli.arguments import parse
-from transformer_vq.cli.train import TrainOptions
 from transformer_vq.config import RunConfig
+from transformer_vq.config_files import read_config_file
 from transformer_vq.errors import is_out_of_memory
-from transformer_vq.presets import PRESETS
 from transformer_vq.serve import server
 from transformer_vq.training.step import Trainer
 
+PROGRESS = ("step ", "Writing model shards")
 LIMIT = 120.0  # seconds until a command is considered to hang
 MEMORY_GB = 4.0
 DEVICES = ("/dev/null", "/dev/full", "/dev/zero")
@@ -136,17 +138,25 @@ def warm_up() -> None:
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
     import_commands()
-    # tyro caches the types that it has seen.
     for command in ("train", "eval", "sample"):
-        run_help = [*command.split(), "--help"]
-        with open(os.devnull, "w") as nothing:
-            out, sys.stdout = sys.stdout, nothing
-            try:
-                cli.main(run_help)
-            except SystemExit:
-                pass
-            finally:
-                sys.stdout = out
+        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+            cli.main([command, "--help"])
+
+
+def short_message(err: str) -> str:
+    """Return what a failed command printed, without the frame and line breaks of tyro's boxes.
+
+    Only progress may come before the message.
+    """
+    assert "Traceback" not in err, err
+    assert "this is a bug" not in err, err
+    lines = [x for x in err.splitlines() if not x.startswith(PROGRESS)]
+    if "For full helptext" in err:
+        assert len(lines) <= 16, err
+    else:
+        assert len(lines) == 1, err
+        assert lines[0].startswith("tvq: "), err
+    return " ".join(re.sub(r"[\u2500-\u257f]|-{5,}", " ", "\n".join(lines)).split())
 
 
 def snapshot(root: Path) -> Snapshot:
@@ -202,8 +212,7 @@ def _enter(sandbox: Sandbox) -> None:
 
 def _tiny_run() -> RunConfig:
     """Return a config that `tvq demo` trains in well under a second."""
-    line = [*TINY.split(), "--data.path", "texts"]
-    return parse(TrainOptions, line, "train tiny", TrainOptions(PRESETS["tiny"], Path("x"))).run
+    return read_config_file(Path("my.toml")).apply()
 
 
 def _no_network(*_: object, **__: object) -> None:
@@ -273,15 +282,15 @@ def _write_datasets(work: Path) -> None:
     for name, n in {"train_data_batch_1": 20, "val_data": 2}.items():
         rows = rng.integers(256, size=(n, 12288), dtype=np.uint8)
         np.savez(work / "npz" / f"{name}.npz", data=rows)
-
-
-def _write_odd_files(work: Path) -> None:
-    (work / "note.txt").write_text("a note, not too long\n")
     values = {"d_model": 8, "n_layer": 1, "d_k": 4, "n_code": 4, "block_len": 4}
     lines = ['preset = "tiny"', "[model]", *(f"{key} = {value}" for key, value in values.items())]
     lines += ["[train]", "steps = 2", "batch_size = 2", "seq_len = 16", "backprop_len = 8"]
     lines += ["eval_tokens = 20", 'device = "cpu"', "[data]", 'path = ["texts"]']
     (work / "my.toml").write_text("\n".join(lines))
+
+
+def _write_odd_files(work: Path) -> None:
+    (work / "note.txt").write_text("a note, not too long\n")
     (work / "my.json").write_text('{"preset": "tiny", "model": {"n-code": 8}}')
     (work / "broken.toml").write_text("[model\nn_code = 3")
     (work / "empty.txt").write_text("")

@@ -182,7 +182,7 @@ def test_a_saved_state_continues_without_its_prompt(run, tmp_path, capsys):
         (["--temperature", "-1"], "--temperature -1.0"),
         (["--top-k", "0"], "--top-k 0"),
         (["--batch", "0"], "--batch 0"),
-        (["--tokens", "-1"], "--tokens -1: must not be negative"),
+        (["--tokens", "-1"], "--tokens -1: must be an integer of at least 0"),
         (["--prompt", "a", "--prompt-file", "b"], "not both"),
         (["--prompt-file", "no-such-file"], "no-such-file"),
         (["--load-state", "no-such-state"], "no-such-state"),

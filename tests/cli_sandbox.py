@@ -29,16 +29,14 @@ from command_lines import TINY
 from forked import Ended, import_commands, run_forked
 
 import transformer_vq.demo
-import transformer_vq.doctor
+from transformer_vq import doctor
 from transformer_vq.cli import demo
 from transformer_vq.cli import main as cli
-from transformer_vq.config import RunConfig
 from transformer_vq.config_files import read_config_file
-from transformer_vq.errors import is_out_of_memory
+from transformer_vq.doctor import Diagnosis
 from transformer_vq.serve import server
 from transformer_vq.training.step import Trainer
 
-PROGRESS = ("step ", "Writing model shards")
 LIMIT = 120.0  # seconds until a command is considered to hang
 MEMORY_GB = 4.0
 DEVICES = ("/dev/null", "/dev/full", "/dev/zero")
@@ -144,19 +142,15 @@ def warm_up() -> None:
 
 
 def short_message(err: str) -> str:
-    """Return what a failed command printed, without the frame and line breaks of tyro's boxes.
-
-    Only progress may come before the message.
-    """
+    """Return the last line of what a failed command printed, or tyro's box as one line."""
     assert "Traceback" not in err, err
     assert "this is a bug" not in err, err
-    lines = [x for x in err.splitlines() if not x.startswith(PROGRESS)]
+    lines = err.splitlines()
     if "For full helptext" in err:
-        assert len(lines) <= 16, err
-    else:
-        assert len(lines) == 1, err
-        assert lines[0].startswith("tvq: "), err
-    return " ".join(re.sub(r"[\u2500-\u257f]|-{5,}", " ", "\n".join(lines)).split())
+        assert len(lines) <= 40, err  # with up to ten similar options
+        return " ".join(re.sub(r"[\u2500-\u257f]|-{5,}", " ", err).split())
+    assert [x.startswith("tvq: ") for x in lines] == [*[False] * (len(lines) - 1), True], err
+    return lines[-1]
 
 
 def snapshot(root: Path) -> Snapshot:
@@ -199,38 +193,15 @@ def _enter(sandbox: Sandbox) -> None:
     torch.use_deterministic_algorithms(False)
     torch.compile = lambda function=None, **_: function  # compiling takes half a minute
     torch.hub.download_url_to_file = _no_network
-    transformer_vq.doctor.in_subprocess = _in_this_process  # type: ignore[assignment]
-    all_groups = transformer_vq.doctor.groups
-    transformer_vq.doctor.groups = lambda *arguments: {
-        key: group for key, group in all_groups(*arguments).items() if key[2] == "float64"
-    }
-    demo.PRESETS = {"tiny": _tiny_run()}
+    doctor.examine = lambda device, quick: Diagnosis(doctor.environment(device), (), quick, 0.0)
+    demo.PRESETS = {"tiny": read_config_file(Path("my.toml")).apply()}
     transformer_vq.demo.differences = lambda: iter([("shga", "serial", 1e-16, 1e-15)])
     server.Server.run = _close
     sys.addaudithook(lambda event, details: _watch(sandbox.root, event, details))
 
 
-def _tiny_run() -> RunConfig:
-    """Return a config that `tvq demo` trains in well under a second."""
-    return read_config_file(Path("my.toml")).apply()
-
-
 def _no_network(*_: object, **__: object) -> None:
     raise URLError("no network in tests")
-
-
-def _in_this_process(
-    measure: Callable[..., dict[str, Any]], *arguments: Any, **limits: Any
-) -> dict[str, Any]:
-    """Run a measurement without starting a new interpreter."""
-    if measure.__name__ == "matmul_rates":
-        return {}
-    try:
-        return measure(*arguments)
-    except Exception as error:
-        if is_out_of_memory(error):
-            return {"failed": "out of memory"}
-        raise
 
 
 def _close(self: server.Server, sockets: list[socket.socket]) -> None:
@@ -278,10 +249,6 @@ def _write_datasets(work: Path) -> None:
         pixels = rng.integers(256, size=(8, 8, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(work / "images" / f"{i}.png")
     shutil.copy(work / "images" / "0.png", work / "image.png")
-    (work / "npz").mkdir()
-    for name, n in {"train_data_batch_1": 20, "val_data": 2}.items():
-        rows = rng.integers(256, size=(n, 12288), dtype=np.uint8)
-        np.savez(work / "npz" / f"{name}.npz", data=rows)
     values = {"d_model": 8, "n_layer": 1, "d_k": 4, "n_code": 4, "block_len": 4}
     lines = ['preset = "tiny"', "[model]", *(f"{key} = {value}" for key, value in values.items())]
     lines += ["[train]", "steps = 2", "batch_size = 2", "seq_len = 16", "backprop_len = 8"]

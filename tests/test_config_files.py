@@ -101,7 +101,7 @@ def test_config_of_a_run_is_a_config_file(tmp_path):
         ("[optim]\nbetas = 3", "my.toml: optim.betas=3: must be a list of"),
         ("[train]\nseq_len = 1000", "my.toml: train.seq_len=1000 is not a multiple"),
         ("model = 3", "my.toml: 'model' is not a section with options"),
-        ("preset = 3", "my.toml: preset=3: choose one of"),
+        ("preset = 3", "my.toml: unknown preset 3; choose one of"),
         ("[model]\nn_code = 3\nn_code = 4", "my.toml is not valid TOML: "),
         ("[model\nn_code = 3", "at line 1, column 7"),
     ],

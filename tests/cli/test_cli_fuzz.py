@@ -13,7 +13,7 @@ from command_lines import BASES, OPTIONS, command_line
 from forked import Ended
 
 PATIENCE = 5.0  # seconds until a command is interrupted, which must end it
-N_QUICK = 28
+N_QUICK = 14  # one per command
 N_SLOW, BATCH = 350, 50
 
 # Files of the given run that a command may replace: its own earlier results.

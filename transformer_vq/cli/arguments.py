@@ -73,11 +73,7 @@ Config = Annotated[
         "on the command line override the file, which overrides PRESET.",
     ),
 ]
-Run = Annotated[
-    str,
-    tyro.conf.Positional,
-    tyro.conf.arg(metavar="RUN", help="Run folder, or books, the model in the package."),
-]
+Run = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Checkpoint = Annotated[str, tyro.conf.arg(help="best, last, or the number of a step.")]
 Device = Annotated[str, tyro.conf.arg(help="cpu, cuda, cuda:1, ...; auto uses a GPU if available.")]
 Json = Annotated[bool, tyro.conf.arg(help="Print one JSON object as the last line of stdout.")]
@@ -279,10 +275,8 @@ def print_completion(shell: str) -> None:
     tyro does not complete positional arguments, so presets and datasets become subcommands here,
     with the same options. Without matches, bash completes file names.
     """
-    words = dict.fromkeys(("train", "info", "config"), tuple(PRESETS))
-    words["prepare"] = get_args(Dataset)
     commands = option_classes()
-    for name, choices in words.items():
+    for name, choices in {"train": PRESETS, "prepare": get_args(Dataset)}.items():
         kind = commands[name]
         options: Any = Annotated[kind, tyro.conf.arg(name="")]
         word: Any = Union[tuple(Annotated[kind, subcommand(name=x)] for x in choices)]  # noqa: UP007
@@ -301,4 +295,3 @@ def print_completion(shell: str) -> None:
         if shell == "bash":
             print('_tvq() { _tyro_tvq; [[ "${COMPREPLY[*]}" ]] || COMPREPLY=(); }')
             print("complete -o default -F _tvq tvq")
-

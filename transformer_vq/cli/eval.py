@@ -40,6 +40,7 @@ class EvalOptions:
     data: DataConfig
     """Data to evaluate on; by default, the data of the run."""
     name: Run
+    """Run folder, or books, the model in the package."""
     split: Literal["train", "validation", "test", "all"] = "test"
     """Split to evaluate; all: every document of the given files, without splitting them (the
     default for models in the package)."""

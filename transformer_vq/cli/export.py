@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from transformer_vq.cli.arguments import Checkpoint, Run, parse
+from transformer_vq.cli.output import check_is_file
 from transformer_vq.errors import UserError
 
 
@@ -17,6 +18,7 @@ class ExportOptions:
     """Export a run to a folder for Hugging Face transformers, or as ONNX graphs."""
 
     run: Run
+    """Run folder, or books, the model in the package."""
     folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FOLDER")]]
     """New folder for config, safetensors, tokenizer and model card, or for ONNX files."""
     checkpoint: Checkpoint = "best"
@@ -36,6 +38,7 @@ class ExportOptions:
 def run(arguments: list[str]) -> None:
     """Export a run."""
     options = parse(ExportOptions, arguments, "export")
+    check_is_file("--chat-template", options.chat_template)
     if options.format == "onnx":
         _export_onnx(options)
         return

@@ -90,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         discard_output()  # stdout may be what cannot be written
         is_plain = error.strerror is None or error.filename is None
         _fail(str(error) if is_plain else f"cannot use {error.filename}: {error.strerror}", 2)
+    except UnicodeEncodeError as error:
+        _fail(f"{error.object[:80]!r} is not valid Unicode text", 2)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except Exception as error:

@@ -29,6 +29,7 @@ class ResumeOptions:
 
     run: Flat
     name: Run
+    """Run folder."""
     allow_schedule_change: bool = False
     """Continue from the newest checkpoint if --train.steps changes, although the new schedule had
     other learning rates in past steps. A cosine can be stretched in this way only."""

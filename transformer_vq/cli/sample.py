@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from transformer_vq.checks import Range
 from transformer_vq.cli.arguments import Checkpoint, Device, Json, Overwrite, Run, parse
-from transformer_vq.cli.output import out_of_memory_advice, print_json
+from transformer_vq.cli.output import check_is_file, out_of_memory_advice, print_json
 from transformer_vq.config import Precision, Rows, Seed
 from transformer_vq.errors import UserError
 from transformer_vq.generation import NEW_TOKENS, TEMPERATURE, TOP_P
@@ -34,6 +32,7 @@ class SampleOptions:
     """Generate text, printed as it is decoded, or images, written to a PNG file."""
 
     run: Run
+    """Run folder, or books, the model in the package."""
     prompt: str | None = None
     """Text to continue; if omitted, a new document is started."""
     prompt_file: Path | None = None
@@ -80,9 +79,9 @@ def run(arguments: list[str]) -> None:
     options = parse(SampleOptions, arguments, "sample")
     if options.prompt is not None and options.prompt_file is not None:
         raise UserError("give --prompt or --prompt-file, not both")
-    _check_is_file("--load-state", options.load_state)
+    check_is_file("--load-state", options.load_state)
     for path in options.images:
-        _check_is_file("--images", path)
+        check_is_file("--images", path)
 
     from transformer_vq.device import find_device, keep_freed_memory, matmul_precision
     from transformer_vq.files import check_can_write
@@ -185,26 +184,10 @@ def _sample_text(
     return samples
 
 
-def _check_is_file(option: str, path: Path | None) -> None:
-    """Raise UserError unless the path is a regular file; opening others may block or not end."""
-    if path is not None and not path.is_file():
-        what = "is not a file" if path.exists() else "does not exist"
-        raise UserError(f"{option} {path}: {what}; give a file")
-
-
 def _read_prompt(path: Path) -> str:
-    """Return the text of a file, pipe or terminal; bytes that are not UTF-8 are preserved.
-
-    The path "-" is standard input.
-    """
+    """Return the text of a file or pipe, or of stdin for "-"; invalid UTF-8 is preserved."""
     is_stdin = str(path) == "-"
-    try:
-        with open(0 if is_stdin else path, "rb", closefd=not is_stdin) as file:
-            status = os.fstat(file.fileno())
-            is_device = stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
-            is_null = status.st_rdev == os.stat(os.devnull).st_rdev
-            if is_device and not is_null and not file.isatty():
-                raise UserError(f"--prompt-file {path}: is a device; give a text file")
-            return file.read().decode(errors="surrogateescape")
-    except OSError as error:
-        raise UserError(f"--prompt-file {path}: {error.strerror}; give a text file") from error
+    if not is_stdin:
+        check_is_file("--prompt-file", path, or_pipe=True)
+    with open(0 if is_stdin else path, "rb", closefd=not is_stdin) as file:
+        return file.read().decode(errors="surrogateescape")

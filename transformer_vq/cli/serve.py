@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
-
 from transformer_vq.checks import Range
-from transformer_vq.cli.arguments import Checkpoint, Device, parse
+from transformer_vq.cli.arguments import Checkpoint, Device, Run, parse
 from transformer_vq.config import DataConfig, Precision, Rows
 from transformer_vq.errors import UserError
 
@@ -20,14 +18,6 @@ if TYPE_CHECKING:
 
 API_KEY = "TVQ_API_KEY"  # environment variable: unlike an option, other users cannot see it
 MEGABYTE = 1_000_000
-Served = Annotated[
-    str,
-    tyro.conf.Positional,
-    tyro.conf.arg(
-        metavar="RUN",
-        help="Run folder, one written by `tvq export`, or books, the model in the package.",
-    ),
-]
 Seconds = Annotated[float, Range(0, 1e9, above=True)]
 Limit = Annotated[int, Range(1, 10**9)]
 Megabytes = Annotated[int, Range(0, 10**9)]
@@ -41,7 +31,8 @@ class ServeOptions:
     length.
     """
 
-    run: Served
+    run: Run
+    """Run folder, one written by `tvq export`, or books, the model in the package."""
     host: str = "127.0.0.1"
     """Address to listen on. 0.0.0.0 is reachable from other machines; set an API key then."""
     port: Annotated[int, Range(0, 65_535)] = 8000

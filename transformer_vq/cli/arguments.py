@@ -159,7 +159,7 @@ def _rules(hidden: Collection[str] = ()) -> ConstructorRegistry:
     @registry.struct_rule
     def dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
         kind: Any = info.type
-        if not dataclasses.is_dataclass(kind) or kind.__module__.startswith("tyro."):
+        if not dataclasses.is_dataclass(info.type) or kind.__module__.startswith("tyro."):
             return None
         hints, found = get_type_hints(kind, include_extras=True), []
         for field in dataclasses.fields(kind):

@@ -84,11 +84,7 @@ COUNT = "must be an integer of at least 1"
     [
         *((TrainConfig, {"steps": x}, f"train.steps={x!r}: {COUNT}") for x in (0, -1, 1.5, 4.0)),
         *((TrainConfig, {"keep": x}, f"train.keep={x!r}: {COUNT}") for x in (True, "3", None)),
-        (
-            TrainConfig,
-            {"batch_size": 2**24 + 1},
-            "train.batch_size=16777217: must be an integer of",
-        ),
+        (TrainConfig, {"batch_size": 2**24 + 1}, "train.batch_size=16777217: must be an"),
         (TrainConfig, {"seed": 2**63}, "train.seed=9223372036854775808: must be an integer of at"),
         (TrainConfig, {"seq_len": 100, "backprop_len": 32}, "train.seq_len=100 is not a multiple"),
         (TrainConfig, {"batch_size": 12, "accumulate": 5}, "train.batch_size=12 is not a multiple"),
@@ -110,37 +106,17 @@ COUNT = "must be an integer of at least 1"
         (OptimConfig, {"optimizer": "sgd"}, "optim.optimizer='sgd': choose one of adamw, "),
         (OptimConfig, {"update_clip": 2.0}, "optim.update_clip=2.0: optim.optimizer=adamw does"),
         (OptimConfig, {"optimizer": "adafactor", "eps": 1e-3}, "optim.eps=0.001: optim.optimizer="),
-        (
-            OptimConfig,
-            {"decay_share": 0.5},
-            "optim.decay_share=0.5: optim.schedule=cosine does not",
-        ),
+        (OptimConfig, {"decay_share": 0.5}, "optim.decay_share=0.5: optim.schedule=cosine"),
         (tiny_config, {"n_layer": 1.0}, f"model.n_layer=1.0: {COUNT}"),
         (tiny_config, {"n_code": True}, f"model.n_code=True: {COUNT}"),
         (tiny_config, {"n_layer": 2**12 + 1}, "model.n_layer=4097: must be an integer of at most"),
-        (
-            tiny_config,
-            {"p_dropres": 1.0},
-            "model.p_dropres=1.0: must be a number of at least 0 and",
-        ),
+        (tiny_config, {"p_dropres": 1.0}, "model.p_dropres=1.0: must be a number of at"),
         (tiny_config, {"d_model": 15}, "model.d_model=15: must be even"),
-        (
-            tiny_config,
-            {"d_k": 5, "head_type": "mha"},
-            "model.d_model=16 is not a multiple of model",
-        ),
+        (tiny_config, {"d_k": 5, "head_type": "mha"}, "model.d_model=16 is not a multiple"),
         (tiny_config, {"pe_wavelength": 1.0}, "model.pe_wavelength=1.0: must be a number above 1"),
-        (
-            tiny_config,
-            {"commit_coef": -1.0},
-            "model.commit_coef=-1.0: must be a number of at least",
-        ),
+        (tiny_config, {"commit_coef": -1.0}, "model.commit_coef=-1.0: must be a number"),
         (tiny_config, {"n_kv_head": 2}, "model.n_kv_head=2 is for model.head_type=gqa"),
-        (
-            tiny_config,
-            {"head_type": "gqa", "n_kv_head": 3},
-            "model.n_kv_head=3 is incompatible with",
-        ),
+        (tiny_config, {"head_type": "gqa", "n_kv_head": 3}, "model.n_kv_head=3 is incompatible"),
         (tiny_config, {"head_type": "gqa", "n_kv_head": None}, "model.head_type=gqa needs model."),
         (tiny_config, {"logit_scale": 0.0}, "model.logit_scale=0.0: must not be 0"),
         (tiny_config, {"final_norm": 1}, "model.final_norm=1: must be true or false"),
@@ -185,7 +161,7 @@ def test_a_tokenizer_is_rejected_where_it_would_be_ignored(dataset):
         return
     message = rejection(DataConfig, dataset, tokenizer="my.model")
     assert message.startswith("data.tokenizer='my.model': ")
-    assert "--data.dataset text" in message
+    assert "does not use it; leave it out" in message
 
 
 def test_configs_cannot_be_changed():

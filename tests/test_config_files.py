@@ -60,15 +60,6 @@ def test_written_files_explain_every_setting():
     assert max(map(len, lines)) <= 92
 
 
-def test_only_differences_from_a_preset_are_written(tmp_path):
-    config = replace(TINY, optim=replace(TINY.optim, grad_clip=None))
-    text = config_text(config, preset="tiny", base=TINY)
-    file = read_config_file(written(tmp_path, text))
-    assert file.preset == "tiny"
-    assert file.values == {"optim": {"grad_clip": None}}
-    assert file.apply(TINY) == config
-
-
 def test_files_override_their_base_and_accept_dashes(tmp_path):
     text = 'preset = "tiny"\n[model]\nn-code = 64\n[data]\npath = "one.txt"\n'
     file = read_config_file(written(tmp_path, text))

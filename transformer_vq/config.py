@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
@@ -262,6 +263,16 @@ class ModelConfig(_AttentionFields):
         return from_plain(cls, values, "model")
 
 
+def _check_unused(config: object, part: str, names: Iterable[str], setting: str) -> None:
+    """Raise UserError for fields that are given although another setting does not use them."""
+    for name in names:
+        value = getattr(config, name)
+        if value != getattr(type(config), name):
+            raise UserError(
+                f"{part}.{name}={shown(value)}: {setting} does not use it; leave it out"
+            )
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Training data."""
@@ -299,22 +310,13 @@ class DataConfig:
             if isinstance(path := getattr(self, name), str):  # a single path may be a string
                 object.__setattr__(self, name, (path,))
         check_fields(self, "data")
-        if self.dataset != "text":
-            self._reject_text_options()
-
-    def _reject_text_options(self) -> None:
-        """Raise UserError for options that other datasets would ignore."""
+        if self.dataset == "text":
+            return
         only_text = ["validation_path", "test_path", "validation_share", "test_share"]
         only_text += ["format", "text_field"]
         if self.has_images:
             only_text.append("tokenizer")
-        for name in only_text:
-            value = getattr(self, name)
-            if value != getattr(DataConfig, name):
-                raise UserError(
-                    f"data.{name}={shown(value)}: data.dataset={self.dataset} does not use it; "
-                    "leave it out, or use --data.dataset text"
-                )
+        _check_unused(self, "data", only_text, f"data.dataset={self.dataset}")
         if len(self.path) > 1:
             raise UserError(
                 f"data.dataset={self.dataset} is read from one --data.path, not {len(self.path)}"
@@ -404,17 +406,9 @@ class OptimConfig:
     def __post_init__(self) -> None:
         check_fields(self, "optim")
         unused = ("betas", "eps") if self.optimizer == "adafactor" else ("update_clip",)
-        for name in unused:
-            if getattr(self, name) != getattr(OptimConfig, name):
-                raise UserError(
-                    f"optim.{name}={shown(getattr(self, name))}: optim.optimizer={self.optimizer} "
-                    "does not use it; leave it out"
-                )
-        if self.schedule != "wsd" and self.decay_share != OptimConfig.decay_share:
-            raise UserError(
-                f"optim.decay_share={shown(self.decay_share)}: optim.schedule={self.schedule} does "
-                "not use it; leave it out, or use --optim.schedule wsd"
-            )
+        _check_unused(self, "optim", unused, f"optim.optimizer={self.optimizer}")
+        if self.schedule != "wsd":
+            _check_unused(self, "optim", ("decay_share",), f"optim.schedule={self.schedule}")
 
     def decay_start(self, n_steps: int) -> int:
         """Return the number of steps before the learning rate starts to decay.

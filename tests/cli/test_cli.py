@@ -143,16 +143,6 @@ def test_train_rejects_unusable_text(tmp_path, capsys, content, message):
     assert not out.exists()
 
 
-def test_train_rejects_a_truncated_zip(tmp_path, capsys):
-    common = options(tmp_path, without=["path"])
-    path = tmp_path / "enwik8.zip"
-    path.write_bytes(b"PK\x03\x04 and then nothing")
-    line = user_error(
-        capsys, "train", "tiny", *common, "--data.dataset", "enwik8", "--data.path", path
-    )
-    assert str(path) in line
-
-
 def test_train_rejects_a_missing_folder_or_a_wrong_vocabulary_size(tmp_path, capsys):
     common = options(tmp_path)
     books = tmp_path / "no-books"
@@ -188,6 +178,7 @@ def test_missing_runs_and_changed_settings_are_rejected(run, tmp_path, capsys):
     assert after.items() <= before.items()
 
 
+@pytest.mark.slow
 def test_signal_stops_training_and_prints_the_resume_command(tmp_path):
     """Use a subprocess, as users do; other signals are tested in training/test_signals.py."""
     run, number = tmp_path / "run", signal.SIGINT

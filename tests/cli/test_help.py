@@ -53,30 +53,6 @@ def test_version_is_that_of_the_package(capsys):
     assert printed(capsys, "--version") == f"tvq {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("train", "--model.n-code --out Codewords PRESET"),
-        ("resume", "--train.save-every --allow-schedule-change RUN"),
-        ("eval", "--data.path --max-tokens RUN"),
-        ("sample", "--save-state --prompt-file RUN"),
-        ("serve", "--port --max-tokens RUN"),
-        ("export", "--format FOLDER RUN"),
-        ("prepare", "--vocab-size enwik8,pg19"),
-        ("info", "--parallel.fsdp --config PRESET"),
-        ("config", "--changed-only --format PRESET"),
-        ("runs", "--sort"),
-        ("plot", "--overwrite PATH"),
-        ("doctor", "--quick"),
-        ("demo", "--steps"),
-    ],
-)
-def test_help_of_a_command_lists_its_options(command, words, capsys):
-    out = printed(capsys, command, "--help-all")
-    assert out.startswith(f"usage: tvq {command}")
-    assert not [word for word in words.split() if word not in out]
-
-
 @pytest.mark.parametrize("command", ["train", "train tiny --model.n-code 3", "info", "config"])
 def test_help_lists_the_settings_that_people_use_and_where_all_are(capsys, command):
     short = printed(capsys, *command.split(), "--help")

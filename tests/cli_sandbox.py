@@ -147,7 +147,7 @@ def short_message(err: str) -> str:
     assert "this is a bug" not in err, err
     lines = err.splitlines()
     if "For full helptext" in err:
-        assert len(lines) <= 40, err  # with up to ten similar options
+        assert len(lines) <= 60, err  # tyro lists up to ten similar options
         return " ".join(re.sub(r"[\u2500-\u257f]|-{5,}", " ", err).split())
     assert [x.startswith("tvq: ") for x in lines] == [*[False] * (len(lines) - 1), True], err
     return lines[-1]

@@ -63,9 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if IS_SILENT:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     elif isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(
-            errors="surrogateescape"
-        )  # bytes that are not UTF-8 stay as they are
+        is_utf8 = sys.stdout.encoding.lower() == "utf-8"  # then odd bytes stay as they are
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "backslashreplace")
     try:
         try:
             with reporting(TerminalReporter()):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import os
-import re
+import textwrap
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from unittest import mock
@@ -15,8 +15,6 @@ from unittest import mock
 from transformer_vq.cli.main import COMMANDS, main
 
 PAGE = Path(__file__).parent / "reference" / "commands.md"
-BOX_TITLE = re.compile(r"^\u256d\u2500 (.*?) \u2500*\u256e$")
-BOX_EDGE = re.compile(r"^(\u2570\u2500*\u256f|\u2502 \u2500+ \u2502)$")
 INTRODUCTION = """\
 # Commands
 
@@ -29,29 +27,17 @@ cannot continue, a failed check or a bug, 2 invalid input, 128 + n stopped by si
 
 
 def help_text(arguments: list[str]) -> str:
-    """Return the output of `tvq ARGUMENTS --help-all` at a width of 80 columns, without boxes."""
-    environment = {"COLUMNS": "80", "NO_COLOR": "1"}
-    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    """Return the output of `tvq ARGUMENTS --help-all` at a width of 80 columns, in ASCII."""
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     with (
-        mock.patch.dict(os.environ, environment),
+        mock.patch.dict(os.environ, {"COLUMNS": "80", "NO_COLOR": "1"}),
         redirect_stdout(output),
         suppress(SystemExit),
     ):
         main([*arguments, "--help-all"])
     output.seek(0)
-    return without_boxes(output.read())
-
-
-def without_boxes(text: str) -> str:
-    """Return a help text in ASCII: box titles become headings, box edges are removed."""
-    lines = []
-    for line in text.rstrip().splitlines():
-        if title := BOX_TITLE.match(line):
-            lines += ["", f"{title[1]}:"]
-        elif not BOX_EDGE.match(line):
-            is_inside = line.startswith("\u2502")
-            lines.append(f"  {line[2:-1].rstrip()}" if is_inside else line)
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+    lines = output.read().rstrip().splitlines()
+    return "\n".join(textwrap.fill(x, 80) if len(x.rstrip()) > 80 else x.rstrip() for x in lines)
 
 
 def page() -> str:

@@ -6,8 +6,11 @@ without a network and with limits on time and memory.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,14 +29,11 @@ from command_lines import TINY
 from forked import Ended, import_commands, run_forked
 
 import transformer_vq.demo
-import transformer_vq.doctor
+from transformer_vq import doctor
 from transformer_vq.cli import demo
 from transformer_vq.cli import main as cli
-from transformer_vq.cli.arguments import parse
-from transformer_vq.cli.train import TrainOptions
-from transformer_vq.config import RunConfig
-from transformer_vq.errors import is_out_of_memory
-from transformer_vq.presets import PRESETS
+from transformer_vq.config_files import read_config_file
+from transformer_vq.doctor import Diagnosis
 from transformer_vq.serve import server
 from transformer_vq.training.step import Trainer
 
@@ -136,17 +136,21 @@ def warm_up() -> None:
     from torch.utils.tensorboard import SummaryWriter  # noqa: F401
 
     import_commands()
-    # tyro caches the types that it has seen.
     for command in ("train", "eval", "sample"):
-        run_help = [*command.split(), "--help"]
-        with open(os.devnull, "w") as nothing:
-            out, sys.stdout = sys.stdout, nothing
-            try:
-                cli.main(run_help)
-            except SystemExit:
-                pass
-            finally:
-                sys.stdout = out
+        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+            cli.main([command, "--help"])
+
+
+def short_message(err: str) -> str:
+    """Return the last line of what a failed command printed, or tyro's box as one line."""
+    assert "Traceback" not in err, err
+    assert "this is a bug" not in err, err
+    lines = err.splitlines()
+    if "For full helptext" in err:
+        assert len(lines) <= 60, err  # tyro lists up to ten similar options
+        return " ".join(re.sub(r"[\u2500-\u257f]|-{5,}", " ", err).split())
+    assert [x.startswith("tvq: ") for x in lines] == [*[False] * (len(lines) - 1), True], err
+    return lines[-1]
 
 
 def snapshot(root: Path) -> Snapshot:
@@ -189,39 +193,15 @@ def _enter(sandbox: Sandbox) -> None:
     torch.use_deterministic_algorithms(False)
     torch.compile = lambda function=None, **_: function  # compiling takes half a minute
     torch.hub.download_url_to_file = _no_network
-    transformer_vq.doctor.in_subprocess = _in_this_process  # type: ignore[assignment]
-    all_groups = transformer_vq.doctor.groups
-    transformer_vq.doctor.groups = lambda *arguments: {
-        key: group for key, group in all_groups(*arguments).items() if key[2] == "float64"
-    }
-    demo.PRESETS = {"tiny": _tiny_run()}
+    doctor.examine = lambda device, quick: Diagnosis(doctor.environment(device), (), quick, 0.0)
+    demo.PRESETS = {"tiny": read_config_file(Path("my.toml")).apply()}
     transformer_vq.demo.differences = lambda: iter([("shga", "serial", 1e-16, 1e-15)])
     server.Server.run = _close
     sys.addaudithook(lambda event, details: _watch(sandbox.root, event, details))
 
 
-def _tiny_run() -> RunConfig:
-    """Return a config that `tvq demo` trains in well under a second."""
-    line = [*TINY.split(), "--data.path", "texts"]
-    return parse(TrainOptions, line, "train tiny", TrainOptions(PRESETS["tiny"], Path("x"))).run
-
-
 def _no_network(*_: object, **__: object) -> None:
     raise URLError("no network in tests")
-
-
-def _in_this_process(
-    measure: Callable[..., dict[str, Any]], *arguments: Any, **limits: Any
-) -> dict[str, Any]:
-    """Run a measurement without starting a new interpreter."""
-    if measure.__name__ == "matmul_rates":
-        return {}
-    try:
-        return measure(*arguments)
-    except Exception as error:
-        if is_out_of_memory(error):
-            return {"failed": "out of memory"}
-        raise
 
 
 def _close(self: server.Server, sockets: list[socket.socket]) -> None:
@@ -269,19 +249,15 @@ def _write_datasets(work: Path) -> None:
         pixels = rng.integers(256, size=(8, 8, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(work / "images" / f"{i}.png")
     shutil.copy(work / "images" / "0.png", work / "image.png")
-    (work / "npz").mkdir()
-    for name, n in {"train_data_batch_1": 20, "val_data": 2}.items():
-        rows = rng.integers(256, size=(n, 12288), dtype=np.uint8)
-        np.savez(work / "npz" / f"{name}.npz", data=rows)
-
-
-def _write_odd_files(work: Path) -> None:
-    (work / "note.txt").write_text("a note, not too long\n")
     values = {"d_model": 8, "n_layer": 1, "d_k": 4, "n_code": 4, "block_len": 4}
     lines = ['preset = "tiny"', "[model]", *(f"{key} = {value}" for key, value in values.items())]
     lines += ["[train]", "steps = 2", "batch_size = 2", "seq_len = 16", "backprop_len = 8"]
     lines += ["eval_tokens = 20", 'device = "cpu"', "[data]", 'path = ["texts"]']
     (work / "my.toml").write_text("\n".join(lines))
+
+
+def _write_odd_files(work: Path) -> None:
+    (work / "note.txt").write_text("a note, not too long\n")
     (work / "my.json").write_text('{"preset": "tiny", "model": {"n-code": 8}}')
     (work / "broken.toml").write_text("[model\nn_code = 3")
     (work / "empty.txt").write_text("")

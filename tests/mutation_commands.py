@@ -64,11 +64,11 @@ def import_and_parse() -> None:
     import matplotlib.pyplot
 
     tiny = PRESETS["tiny"]
-    parse(TrainOptions, [], "train tiny", TrainOptions(tiny, Path("run")))
-    parse(ResumeOptions, [], "resume run", ResumeOptions(tiny))
-    parse(EvalOptions, [], "eval run", EvalOptions(tiny.data))
-    parse(SampleOptions, [], "sample run")
-    parse(InfoOptions, [], "info run", InfoOptions(tiny))
+    parse(TrainOptions, [], "train", TrainOptions(tiny, Path("run")))
+    parse(ResumeOptions, [], "resume", ResumeOptions(tiny, "run"))
+    parse(EvalOptions, [], "eval", EvalOptions(tiny.data, "run"))
+    parse(SampleOptions, ["run"], "sample")
+    parse(InfoOptions, [], "info", InfoOptions(tiny))
 
 
 @dataclass(frozen=True)

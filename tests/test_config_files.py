@@ -60,15 +60,6 @@ def test_written_files_explain_every_setting():
     assert max(map(len, lines)) <= 92
 
 
-def test_only_differences_from_a_preset_are_written(tmp_path):
-    config = replace(TINY, optim=replace(TINY.optim, grad_clip=None))
-    text = config_text(config, preset="tiny", base=TINY)
-    file = read_config_file(written(tmp_path, text))
-    assert file.preset == "tiny"
-    assert file.values == {"optim": {"grad_clip": None}}
-    assert file.apply(TINY) == config
-
-
 def test_files_override_their_base_and_accept_dashes(tmp_path):
     text = 'preset = "tiny"\n[model]\nn-code = 64\n[data]\npath = "one.txt"\n'
     file = read_config_file(written(tmp_path, text))
@@ -101,7 +92,7 @@ def test_config_of_a_run_is_a_config_file(tmp_path):
         ("[optim]\nbetas = 3", "my.toml: optim.betas=3: must be a list of"),
         ("[train]\nseq_len = 1000", "my.toml: train.seq_len=1000 is not a multiple"),
         ("model = 3", "my.toml: 'model' is not a section with options"),
-        ("preset = 3", "my.toml: preset=3: choose one of"),
+        ("preset = 3", "my.toml: unknown preset 3; choose one of"),
         ("[model]\nn_code = 3\nn_code = 4", "my.toml is not valid TOML: "),
         ("[model\nn_code = 3", "at line 1, column 7"),
     ],

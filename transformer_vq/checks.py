@@ -1,8 +1,8 @@
 """Check dataclass fields against their annotations; every error is one line with the fix.
 
-Fields may be int, float, bool, str, a Literal, a tuple, another dataclass, or one of these or None.
-`Annotated[int, Range(1, 8)]` limits a number. Configs are checked here only, whether they are built
-in Python, from a file or from the command line.
+Fields may be int, float, bool, str, a Literal, a tuple, another class, or one of these or None.
+`Annotated[int, Range(1, 8)]` limits a number. Configs and options of commands are checked here
+only, whether they are built in Python, from a file or from the command line.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import reprlib
 import types
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -24,22 +25,24 @@ T = TypeVar("T")
 class Range:
     """The numbers from low to high, both included unless `above` or `below` excludes them."""
 
-    low: float
-    high: float
+    low: float = -math.inf
+    high: float = math.inf
     above: bool = False
     below: bool = False
 
     def problem(self, value: float, kind: str) -> str | None:
+        """Return what is wrong with a number, or None."""
+        too_low = not value >= self.low or (self.above and value == self.low)
         too_high = value > self.high or (self.below and value == self.high)
         if too_high and self.high > 1:
             return f"must be {kind} of at most {self.high:.15g}"
-        if too_high or not value >= self.low or (self.above and value == self.low):
-            return self.describe(kind)
-        return None
+        return self.describe(kind) if too_low or too_high else None
 
     def describe(self, kind: str) -> str:
         """Leave out a high limit that is out of the way: it is not what the user got wrong."""
-        text = f"must be {kind} {'above' if self.above else 'of at least'} {self.low:.15g}"
+        text = f"must be {kind}"
+        if self.low > -math.inf:
+            text += f" {'above' if self.above else 'of at least'} {self.low:.15g}"
         if self.high <= 1:
             text += f" and {'below' if self.below else 'at most'} {self.high:g}"
         return text
@@ -68,8 +71,7 @@ def from_plain(kind: type[T], values: object, part: str = "") -> T:
     hints: dict[str, Any] = _hints(kind)  # type: ignore[arg-type]
     for name in values:
         if name not in hints:
-            hint = nearest(str(name), hints)
-            raise UserError(f"{_name(part, shown_name(name))} is not an option{hint}")
+            raise UserError(f"{_name(part, name)} is not an option{nearest(name, hints)}")
     found = {}
     for field in fields(kind):  # type: ignore[arg-type]
         if field.name not in values:
@@ -85,7 +87,7 @@ def from_plain(kind: type[T], values: object, part: str = "") -> T:
     return kind(**found)
 
 
-def nearest(name: str, names: Any) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Return a suggestion in parentheses if one of the names is similar, else an empty string."""
     close = get_close_matches(name, list(names), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
@@ -98,14 +100,8 @@ def shown(value: object) -> str:
     return " ".join(short.repr(value).split())
 
 
-def shown_name(name: object) -> str:
-    """Return a name as it is written, or its representation if it is long or not printable."""
-    is_plain = isinstance(name, str) and name.isprintable() and 0 < len(name) < 80
-    return str(name) if is_plain else shown(name)
-
-
 def _name(part: str, name: str) -> str:
-    return ".".join(x for x in (part, name) if x)
+    return f"{part}.{name}" if part else name
 
 
 @cache
@@ -115,15 +111,14 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _problem(hint: Any, value: Any) -> str | None:
     """Return what is wrong with a value of this type, or None."""
-    limits = Range(-math.inf, math.inf)
+    limits = Range()
     if get_origin(hint) is Annotated:
         limits = next((x for x in hint.__metadata__ if isinstance(x, Range)), limits)
         hint = hint.__origin__
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        (inner,) = (x for x in arguments if x is not types.NoneType)
-        wrong = None if value is None else _problem(inner, value)
-        return wrong and f"{wrong}, or None"
+        is_valid = any(_problem(x, value) is None for x in arguments)
+        return None if is_valid else f"{_problem(arguments[0], value)}, or None"
     if origin is Literal:
         is_valid = isinstance(value, str) and value in arguments
         return None if is_valid else f"choose one of {', '.join(arguments)}"
@@ -133,18 +128,12 @@ def _problem(hint: Any, value: Any) -> str | None:
         kind = "an integer" if hint is int else "a number"
         if isinstance(value, bool) or not isinstance(value, int if hint is int else (int, float)):
             return limits.describe(kind)
-        if not -math.inf < value < math.inf:
-            return "must be a finite number"
-        return limits.problem(value, kind)
-    if hint is bool:
-        return None if isinstance(value, bool) else "must be true or false"
-    if hint is str:
-        if not isinstance(value, str):
-            return "must be text"
-        return None if value else "must not be empty"
-    if is_dataclass(hint):
-        return None if isinstance(value, hint) else f"must be a {hint.__name__}"  # type: ignore[arg-type, union-attr]
-    raise TypeError(f"no check for fields of type {hint}")
+        is_finite = -math.inf < value < math.inf
+        return limits.problem(value, kind) if is_finite else "must be a finite number"
+    if not isinstance(value, hint):
+        names = {bool: "true or false", str: "text"}
+        return f"must be {names.get(hint, f'a {hint.__name__}')}"
+    return "must not be empty" if value == "" else None
 
 
 def _tuple_problem(kinds: tuple[Any, ...], value: Any) -> str | None:

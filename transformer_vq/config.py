@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,7 @@ Depth = Annotated[int, Range(1, 2**12)]
 Rows = Annotated[int, Range(1, 2**24)]
 Count = Annotated[int, Range(1, 2**40)]
 Processes = Annotated[int, Range(1, 2**20)]
+Seed = Annotated[int, Range(0, 2**63 - 1)]
 Real = Annotated[float, Range(-1e30, 1e30)]
 Positive = Annotated[float, Range(1e-30, 1e30)]
 NotNegative = Annotated[float, Range(0, 1e30)]
@@ -261,6 +263,16 @@ class ModelConfig(_AttentionFields):
         return from_plain(cls, values, "model")
 
 
+def _check_unused(config: object, part: str, names: Iterable[str], setting: str) -> None:
+    """Raise UserError for fields that are given although another setting does not use them."""
+    for name in names:
+        value = getattr(config, name)
+        if value != getattr(type(config), name):
+            raise UserError(
+                f"{part}.{name}={shown(value)}: {setting} does not use it; leave it out"
+            )
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Training data."""
@@ -298,22 +310,13 @@ class DataConfig:
             if isinstance(path := getattr(self, name), str):  # a single path may be a string
                 object.__setattr__(self, name, (path,))
         check_fields(self, "data")
-        if self.dataset != "text":
-            self._reject_text_options()
-
-    def _reject_text_options(self) -> None:
-        """Raise UserError for options that other datasets would ignore."""
+        if self.dataset == "text":
+            return
         only_text = ["validation_path", "test_path", "validation_share", "test_share"]
         only_text += ["format", "text_field"]
         if self.has_images:
             only_text.append("tokenizer")
-        for name in only_text:
-            value = getattr(self, name)
-            if value != getattr(DataConfig, name):
-                raise UserError(
-                    f"data.{name}={shown(value)}: data.dataset={self.dataset} does not use it; "
-                    "leave it out, or use --data.dataset text"
-                )
+        _check_unused(self, "data", only_text, f"data.dataset={self.dataset}")
         if len(self.path) > 1:
             raise UserError(
                 f"data.dataset={self.dataset} is read from one --data.path, not {len(self.path)}"
@@ -350,7 +353,7 @@ class DataConfig:
 NEUTRAL_FIELDS = frozenset(
     {
         *("data.path", "data.validation_path", "data.test_path", "data.cache"),
-        *("train.device", "train.compile", "train.peak_tflops"),
+        *("train.device", "train.compile"),
         *("train.reduction", "train.backend", "train.checkpoint_activations"),
         *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
         *("train.keep", "train.tensorboard", "train.wandb"),
@@ -403,17 +406,9 @@ class OptimConfig:
     def __post_init__(self) -> None:
         check_fields(self, "optim")
         unused = ("betas", "eps") if self.optimizer == "adafactor" else ("update_clip",)
-        for name in unused:
-            if getattr(self, name) != getattr(OptimConfig, name):
-                raise UserError(
-                    f"optim.{name}={shown(getattr(self, name))}: optim.optimizer={self.optimizer} "
-                    "does not use it; leave it out"
-                )
-        if self.schedule != "wsd" and self.decay_share != OptimConfig.decay_share:
-            raise UserError(
-                f"optim.decay_share={shown(self.decay_share)}: optim.schedule={self.schedule} does "
-                "not use it; leave it out, or use --optim.schedule wsd"
-            )
+        _check_unused(self, "optim", unused, f"optim.optimizer={self.optimizer}")
+        if self.schedule != "wsd":
+            _check_unused(self, "optim", ("decay_share",), f"optim.schedule={self.schedule}")
 
     def decay_start(self, n_steps: int) -> int:
         """Return the number of steps before the learning rate starts to decay.
@@ -454,13 +449,10 @@ class TrainConfig:
     """Use torch.compile: slow start, then faster steps; by default on GPUs only."""
     device: str = "auto"
     """cpu, cuda, cuda:1, ...; auto uses a GPU if available."""
-    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    seed: Seed = 0
     """Random seed for initial weights, data order and dropout."""
     init_from: str | None = None
     """Fine-tune: initialize weights and codebooks from this run, model file or exported folder."""
-    peak_tflops: Positive | None = None
-    """Peak TFLOP/s of one device, for model FLOP utilization (MFU); by default the vendor's figure,
-    if it is known."""
     log_every: Count = 1
     """Steps between two rows in metrics.jsonl."""
     eval_every: Count = 1000
@@ -487,11 +479,6 @@ class TrainConfig:
             raise UserError(
                 f"train.batch_size={self.batch_size} is not a multiple of "
                 f"train.accumulate={self.accumulate}; change one of them"
-            )
-        start = self.init_from
-        if start is not None and os.path.expanduser(start).startswith("~"):
-            raise UserError(
-                f"train.init_from={shown(start)}: home folder not found; give a full path"
             )
 
 

@@ -74,8 +74,8 @@ class ConfigFile:
 def find_preset(name: str) -> RunConfig:
     """Return a preset by its name."""
     if name not in PRESETS:
-        choices = ", ".join(PRESETS)
-        raise UserError(f"unknown preset {name!r}{nearest(name, PRESETS)}; choose one of {choices}")
+        hint = nearest(str(name), PRESETS)
+        raise UserError(f"unknown preset {name!r}{hint}; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
@@ -92,12 +92,12 @@ def read_config_file(path: Path) -> ConfigFile:
     if not isinstance(values, dict):
         raise ConfigFileError(f"{path}: must contain sections such as [model], not {shown(values)}")
     preset = values.pop("preset", None)
-    if preset is not None and preset not in PRESETS:
-        raise ConfigFileError(
-            f"{path}: preset={shown(preset)}{nearest(str(preset), PRESETS)}: choose one of "
-            f"{', '.join(PRESETS)}"
-        )
     found: dict[str, dict[str, Any]] = {}
+    try:
+        if preset is not None:
+            find_preset(preset)
+    except UserError as error:
+        raise ConfigFileError(f"{path}: {error}") from error
     for section, settings in values.items():
         if section in ABOUT_RUN:
             continue
@@ -123,11 +123,8 @@ def _parse(path: Path) -> Any:
         )
     try:
         return parse(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigFileError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        kind = path.suffix[1:].upper()
-        raise ConfigFileError(f"{path} is not valid {kind}: {error}") from error
+        raise ConfigFileError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
 
 
 def config_text(

@@ -1,16 +1,13 @@
-"""Config files, several paths per option, lists of runs, comparisons and reports."""
+"""Config files, fine-tuning, lists of runs and comparisons."""
 
 import json
 import os
 import time
 
-import pytest
 from helpers import tiny_run
 from test_cli import last_json, options, user_error
 
-from transformer_vq.cli.arguments import parse
 from transformer_vq.cli.main import main
-from transformer_vq.cli.train import TrainOptions
 from transformer_vq.config_files import config_text, read_config_file
 from transformer_vq.presets import PRESETS
 from transformer_vq.training.checkpoint import read_config
@@ -22,34 +19,6 @@ def printed(capsys, *arguments):
     capsys.readouterr()
     main([str(argument) for argument in arguments])
     return capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "--data.path a b c",
-        "--data.path a --data.path b --data.path c",
-        "--data.path=a --train.steps 7 --data.path b c",
-        "--data.path a b --json --data.path=c",
-    ],
-)
-def test_repeated_options_with_several_values_are_joined(tmp_path, line):
-    default = TrainOptions(PRESETS["tiny"], tmp_path)
-    assert parse(TrainOptions, line.split(), "train", default).run.data.path == ("a", "b", "c")
-
-
-def test_a_single_dash_is_a_value(tmp_path):
-    line = ["--data.path", "-", "x"]
-    data = parse(TrainOptions, line, "train", TrainOptions(PRESETS["tiny"], tmp_path)).run.data
-    assert data.path == ("-", "x")
-
-
-@pytest.mark.parametrize("kind", ["toml", "json"])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_config_prints_a_file_that_gives_exactly_the_preset(tmp_path, capsys, preset, kind):
-    path = tmp_path / f"my.{kind}"
-    path.write_text(printed(capsys, "config", preset, "--format", kind))
-    assert read_config_file(path).apply(None) == PRESETS[preset]
 
 
 def test_config_applies_options_and_prints_only_changes(tmp_path, capsys):
@@ -73,15 +42,8 @@ def test_later_sources_override_earlier_ones(tmp_path, capsys):
     tiny = json.loads(printed(capsys, "config", "tiny", *line))
     assert tiny["model"]["n_code"] == 64
     assert tiny["model"]["d_model"] == PRESETS["tiny"].model.d_model
-
-
-def test_info_accepts_a_config_file(tmp_path, capsys):
-    path = tmp_path / "my.toml"
-    path.write_text('preset = "tiny"\n')
     main(["info", "--config", str(path), "--json"])
-    ours = last_json(capsys)
-    main(["info", "tiny", "--json"])
-    assert ours == last_json(capsys) | {"name": "my"}
+    assert last_json(capsys)["name"] == "my"
 
 
 def test_errors_in_config_files_name_the_key_as_written(tmp_path, capsys):
@@ -90,13 +52,15 @@ def test_errors_in_config_files_name_the_key_as_written(tmp_path, capsys):
     line = user_error(capsys, "train", "--config", path)
     assert line == f"tvq: {path}: model.n_code=0: must be an integer of at least 1"
     path.write_text('preset = "tinny"\n')
-    assert "preset='tinny' (did you mean tiny?)" in user_error(capsys, "info", "--config", path)
+    assert "unknown preset 'tinny' (did you mean tiny?)" in user_error(
+        capsys, "info", "--config", path
+    )
     path.write_text('preset = "tiny"\n')
     line = user_error(capsys, "train", "--config", path, "--model.n-code", "0")
     assert line == "tvq: --model.n-code 0: must be an integer of at least 1"
 
 
-def test_training_compares_and_reports_two_runs(tmp_path, capsys, monkeypatch):
+def test_training_tunes_lists_and_compares_runs(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.toml").write_text(config_text(tiny_run(tmp_path)))
     main(["train", "--config", "my.toml", "--train.steps", "5"])
@@ -120,10 +84,8 @@ def test_training_compares_and_reports_two_runs(tmp_path, capsys, monkeypatch):
     out = printed(capsys, "runs", "--json")
     header, first, second, record = out.splitlines()
     assert header.split()[:3] == ["run", "status", "steps"]
-    assert (first.split()[:3], second.split()[:3]) == (
-        ["tuned", "finished", "10"],
-        ["my", "finished", "5"],
-    )
+    assert first.split()[:3] == ["tuned", "finished", "10/10"]
+    assert second.split()[:3] == ["my", "finished", "5/5"]
     assert "17 min ago" in second
     assert [run["name"] for run in json.loads(record)["runs"]] == ["tuned", "my"]
     names = [line.split()[0] for line in printed(capsys, "runs", "--sort", "name").splitlines()]
@@ -140,15 +102,10 @@ def test_runs_explains_how_to_start_if_there_are_none(tmp_path, capsys):
     assert json.loads(out.splitlines()[1])["runs"] == []
 
 
-def test_runs_fit_80_columns_on_a_terminal(tmp_path, capsys, monkeypatch):
-    run = tmp_path / ("a-long-name-" * 5)
+def test_runs_shows_corrupt_runs_and_names_with_markup(tmp_path, capsys):
+    run = tmp_path / "a-long-[bold]name"
     run.mkdir()
     (run / "config.json").write_text("{}")
     (run / "metrics.jsonl").write_text("")
-    assert run.name in printed(capsys, "runs", tmp_path)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "80")
     _, row = printed(capsys, "runs", tmp_path).splitlines()
-    assert "corrupt" in row
-    assert run.name not in row
-    assert len(row.replace("\x1b[31m", "").replace("\x1b[0m", "")) <= 80
+    assert row.split()[:3] == [run.name, "corrupt", "-"]

@@ -1,31 +1,34 @@
-"""The help of every command: readable at 80 columns, important options first."""
+"""The help of every command, and shell completion."""
 
+import os
 import re
-from pathlib import Path
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
 
 import pytest
-from command_lines import OPTIONS
+from test_cli import user_error
 
-from transformer_vq import PRESETS
-from transformer_vq.cli.arguments import config_fields, parse
-from transformer_vq.cli.main import main
+from transformer_vq import PRESETS, __version__
+from transformer_vq.cli.arguments import parse
+from transformer_vq.cli.main import COMMANDS, main
+from transformer_vq.cli.output import config_fields
 from transformer_vq.cli.train import TrainOptions
 from transformer_vq.config import FREE_FIELDS
 
-SECTIONS = ("data", "train", "model", "optim", "parallel")
 
-
-def help_of(capsys, *arguments, flag="--help"):
+def printed(capsys, *arguments):
     """Return what a command prints that must exit with status 0."""
     capsys.readouterr()
     status = 0
     try:
-        main([*arguments, flag])
+        main(list(arguments))
     except SystemExit as stop:
         status = stop.code
-    assert not status
     captured = capsys.readouterr()
-    assert captured.err == ""
+    assert (status or 0, captured.err) == (0, "")
     return captured.out
 
 
@@ -34,69 +37,39 @@ def listed(out):
     return re.findall(r"^\W*(--[a-z][a-z.-]+)", out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", [*OPTIONS, "train tiny", ""])
-def test_help_fits_80_columns(capsys, monkeypatch, command):
-    monkeypatch.setenv("COLUMNS", "80")
-    out = help_of(capsys, *command.split(), flag="--help-all")
-    assert not [line for line in out.splitlines() if len(line) > 80]
+def as_options(names):
+    return {f"--{name.replace('_', '-')}" for name in names}
 
 
-@pytest.mark.parametrize("command", ["train", "resume", "doctor"])
-def test_help_for_narrow_terminals_does_not_break_options(capsys, monkeypatch, command):
-    found = []
-    for columns in ("80", "40"):
-        monkeypatch.setenv("COLUMNS", columns)
-        found.append(set(re.findall(r"--[a-z][a-z.-]+|optim\.[a-z-]+", help_of(capsys, command))))
-    assert found[0] == found[1]
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], ["help"]])
+def test_help_lists_all_commands(arguments, capsys):
+    out = printed(capsys, *arguments)
+    assert out.startswith("usage: tvq COMMAND")
+    for name, (_, summary) in COMMANDS.items():
+        assert f"{name:<9} {summary}" in out
 
 
-@pytest.mark.parametrize("command", ["train", "train tiny", "info", "config"])
+def test_version_is_that_of_the_package(capsys):
+    assert printed(capsys, "--version") == f"tvq {__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["train", "train tiny --model.n-code 3", "info", "config"])
 def test_help_lists_the_settings_that_people_use_and_where_all_are(capsys, command):
-    short = help_of(capsys, *command.split())
+    short = printed(capsys, *command.split(), "--help")
     names = [name for name in listed(short) if "." in name]
     assert 10 < len(names) < 20
     assert {"--data.path", "--train.steps", "--train.init-from", "--optim.lr"} <= set(names)
     assert "--help-all" in short
-    assert "tvq config" in " ".join(short.split())
-    everything = help_of(capsys, *command.split(), flag="--help-all")
-    settings = {f"--{name.replace('_', '-')}" for name in config_fields()}
-    assert {name for name in listed(everything) if "." in name} == settings
-
-
-def test_help_is_shown_although_other_options_are_given(capsys):
-    assert "--data.path" in help_of(capsys, "train", "tiny", "--model.n-code", "3")
-
-
-@pytest.mark.parametrize("command", ["train", "info"])
-def test_help_lists_the_sections_that_change_most_first(capsys, command):
-    names = listed(help_of(capsys, *command.split(), flag="--help-all"))
-    sections = [name[2:].partition(".")[0] for name in names if "." in name]
-    assert list(dict.fromkeys(sections)) == list(SECTIONS)
-    assert "." not in names[0]
-
-
-def test_help_of_train_starts_with_its_own_options(capsys):
-    assert listed(help_of(capsys, "train"))[:3] == ["--out", "--config", "--json"]
-
-
-def test_help_shows_options_with_any_number_of_values_readably(capsys):
-    out = help_of(capsys, "train", flag="--help-all")
-    assert "--data.path PATH ..." in out
-    assert "(default: )" not in out
-    assert "--images PATH ..." in help_of(capsys, "sample")
-
-
-def test_help_joins_the_lines_of_a_sentence(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
-    out = help_of(capsys, "train", flag="--help-all")
-    assert "at every step, independent of the learning rate." in out
+    everything = listed(printed(capsys, *command.split(), "--help-all"))
+    sections = [name for name in everything if "." in name]
+    assert set(sections) == as_options(config_fields())
+    order = dict.fromkeys(name[2:].partition(".")[0] for name in sections)
+    assert list(order) == ["data", "train", "model", "optim", "parallel"]
 
 
 def test_help_of_resume_lists_only_options_that_may_change(capsys):
-    names = listed(help_of(capsys, "resume", flag="--help-all"))
-    assert {name for name in names if "." in name} == {
-        f"--{name.replace('_', '-')}" for name in FREE_FIELDS
-    }
+    names = listed(printed(capsys, "resume", "--help-all"))
+    assert {name for name in names if "." in name} == as_options(FREE_FIELDS)
 
 
 @pytest.mark.parametrize(
@@ -104,5 +77,79 @@ def test_help_of_resume_lists_only_options_that_may_change(capsys):
     [([], None), (["--train.compile"], True), (["--train.no-compile"], False)],
 )
 def test_an_option_that_may_be_none_is_a_pair_of_flags(arguments, expected):
-    tiny = TrainOptions(PRESETS["tiny"], Path("run"))
+    tiny = TrainOptions(PRESETS["tiny"])
     assert parse(TrainOptions, arguments, "train", tiny).run.train.compile is expected
+
+
+def test_help_is_fast():
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "transformer_vq"], stdout=subprocess.DEVNULL, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.4
+
+
+def test_help_and_usage_errors_do_not_import_torch():
+    program = """
+import contextlib, io, sys
+import transformer_vq.cli.main as cli
+
+assert not {"torch", "numpy", "tyro"} & sys.modules.keys()
+lines = [[name, "--help"] for name in cli.COMMANDS]
+errors = [["trian"], ["train"], ["train", "tinny"], ["train", "tiny", "--x"], ["eval"]]
+errors += [["info", "--config", "no.toml"], ["train", "tiny", "--data.path"]]
+errors += [["runs", "nothing"], ["plot"], ["sample", "run", "--tokens", "-1"]]
+for line in [["--help"], ["--version"], ["runs"], ["config", "tiny"], *lines, *errors]:
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            cli.main(line)
+        except SystemExit as stop:
+            status = stop.code or 0
+    assert status == (2 if line in errors else 0), (line, status, err.getvalue())
+    assert (out.getvalue() == "") == (line in errors), (line, out.getvalue())
+    assert not {"torch", "numpy"} & sys.modules.keys(), line
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
+def test_bash_completes_commands_presets_options_choices_and_files(capsys, tmp_path):
+    expected = {
+        "tvq tr": {"train"},
+        "tvq train ti": {"tiny"},
+        "tvq prepare ima": {"imagenet64", "images"},
+        "tvq train tiny --model.n-c": {"--model.n-code"},
+        "tvq train tiny --model.head-type ": {"shga", "mqa", "mha", "gqa"},
+        "tvq resume run --train.e": {"--train.eval-every", "--train.eval-tokens"},
+        "tvq runs --sort ": {"time", "loss", "step", "name"},
+        "tvq eval run --out my-": {"my-file"},
+        "tvq eval my-": set(),  # bash itself completes file names
+    }
+    (tmp_path / "script").write_text(printed(capsys, "--print-completion", "bash"))
+    (tmp_path / "my-file").touch()
+    lines = ["source ./script", "complete -p tvq"]
+    for line in expected:
+        words = line.split(" ")
+        lines.append(f"COMP_WORDS=({shlex.join(words)}) COMP_CWORD={len(words) - 1}; _tvq")
+        lines.append('echo "${COMPREPLY[*]}"')
+    done = subprocess.run(
+        ["bash", "--norc", "-c", "\n".join(lines)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env=os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"},
+    )
+    assert done.stderr == ""
+    first, *rest = done.stdout.splitlines()
+    assert first == "complete -o default -F _tvq tvq"
+    assert dict(zip(expected, (set(x.split()) for x in rest), strict=True)) == expected
+
+
+def test_zsh_has_a_completion_script_and_other_shells_are_rejected(capsys):
+    script = printed(capsys, "--print-completion", "zsh")
+    assert script.startswith("#compdef tvq")
+    assert "imagenet64-1.2b" in script
+    for shell in (["csh"], []):
+        line = user_error(capsys, "--print-completion", *shell)
+        assert line == "tvq: --print-completion: choose one of bash, zsh"

@@ -97,9 +97,3 @@ def test_key_in_the_environment_is_checked(run, tmp_path, key, capsys, monkeypat
     assert found.out == ""
     assert "TVQ_API_KEY" in found.err
     assert found.err.count("\n") == 1
-
-
-def test_help_describes_the_run_once(capsys):
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    assert capsys.readouterr().out.count("RUN is") == 1

@@ -180,6 +180,7 @@ def test_a_saved_state_continues_without_its_prompt(run, tmp_path, capsys):
         (["--top-p", "0"], "--top-p 0.0"),
         (["--temperature", "-1"], "--temperature -1.0"),
         (["--batch", "0"], "--batch 0"),
+        (["--tokens", "-1"], "--tokens -1: must be an integer of at least 0"),
         (["--prompt", "a", "--prompt-file", "b"], "not both"),
         (["--prompt-file", "no-such-file"], "no-such-file"),
         (["--load-state", "no-such-state"], "no-such-state"),

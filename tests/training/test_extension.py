@@ -94,7 +94,7 @@ def test_the_command_extends_a_run(runs, short, capsys):
     assert_same(short, runs / "15")
     with pytest.raises(SystemExit, match="2"):
         main(["resume", str(short), "--optim.warmup", "1"])
-    assert "cannot change when a run is resumed" in capsys.readouterr().err
+    assert "was started with another config: --optim.warmup" in capsys.readouterr().err
 
 
 def test_a_run_stopped_during_its_decay_is_extended(runs, tmp_path, monkeypatch):

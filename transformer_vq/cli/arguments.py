@@ -1,32 +1,45 @@
-"""Parse command lines with tyro, and report every mistake on one line."""
+"""Parse command lines with tyro, and the option types that several commands share.
+
+tyro reports unknown options and values of the wrong type. Configs and `check_fields` report values
+that are out of range, as everywhere else.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import dataclasses
 import inspect
-import io
-import os
-import re
-import sys
-import types
 from collections.abc import Collection
-from dataclasses import fields, is_dataclass, replace
+from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_type_hints
 
-from transformer_vq.checks import shown
-from transformer_vq.cli.messages import LIST_HINT, tyro_error, unexpected_words
-from transformer_vq.cli.messages import nearest as nearest
-from transformer_vq.config import RunConfig
+import tyro
+from tyro.conf import subcommand
+from tyro.constructors import (
+    ConstructorRegistry,
+    PrimitiveConstructorSpec,
+    PrimitiveTypeInfo,
+    StructConstructorSpec,
+    StructFieldSpec,
+    StructTypeInfo,
+)
+
+from transformer_vq.checks import check_fields
+from transformer_vq.cli.output import HELP, config_fields
+from transformer_vq.config import Dataset, ModelConfig, RunConfig
+from transformer_vq.config_files import (
+    SECTIONS,
+    ConfigFile,
+    field_docs,
+    find_preset,
+    read_config_file,
+)
 from transformer_vq.errors import UserError
 from transformer_vq.presets import PRESETS
+from transformer_vq.progress import IS_SILENT
 
 T = TypeVar("T")
-MAX_ROWS = 2**24  # as in the run config
-PRESET_HINT = f"PRESET is one of {', '.join(PRESETS)}"
-RUN_HINT = "RUN is a run folder, or books, the model in the package"
-HELP = frozenset({"-h", "--help", "--help-all"})
 COMMON_FIELDS = frozenset(
     {
         *("data.dataset", "data.path", "data.tokenizer"),
@@ -37,246 +50,248 @@ COMMON_FIELDS = frozenset(
     }
 )
 """Fields of a run config that --help shows; --help-all shows all."""
-MORE_HELP = (
-    "Use --help-all for all settings, --help for those that are used most; `tvq config tiny` "
-    "prints them as a file."
-)
+MORE_HELP = """\
+--help lists the settings that are used most, --help-all lists all of them.
+Defaults that depend on PRESET or RUN are those of the preset tiny.
+`tvq config PRESET` prints all settings of a preset as a file."""
 
-
-class UsageError(UserError):
-    """An invalid command line."""
-
-
-def first_word(
-    arguments: list[str],
-    command: str,
-    what: str,
-    hint: str,
-    options: type | None = None,
-    example: object | None = None,
-    hidden: Collection[str] = (),
-) -> tuple[str, list[str]]:
-    """Return the first argument, which determines the defaults of the options, and the rest.
-
-    If it is missing, --help prints the hint and the options, with the defaults of the example.
-    hidden: as in `parse`.
-    """
-    if arguments and not arguments[0].startswith("-"):
-        return arguments[0], arguments[1:]
-    if not HELP & set(arguments):
-        raise UsageError(f"{command} needs a {what} first; {hint}")
-    if options is not None:
-        note = f"{hint}."
-        if example is not None:
-            note += f" Defaults that depend on {what} are shown for the preset tiny."
-        parse(options, arguments, f"{command} {what}", example, note, hidden)
-    print(f"usage: tvq {command} {what} [options]\n\n{hint}\n")
-    print(f"`tvq {command} {what} --help` lists the options and their defaults.")
-    sys.exit(0)
-
-
-def find_preset(name: str) -> RunConfig:
-    """Return a preset by its name."""
-    if name not in PRESETS:
-        choices = ", ".join(PRESETS)
-        raise UsageError(
-            f"unknown preset {name!r}{nearest(name, PRESETS)}; choose one of {choices}"
-        )
-    return PRESETS[name]
-
-
-def check_can_read(option: str, path: Path | None) -> None:
-    """Raise UsageError unless the path is a regular file; opening others may block or not end."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise UsageError(f"{option} {path}: is a folder; give a file")
-    if not path.exists():
-        raise UsageError(f"{option} {path}: does not exist; give a file")
-    if not path.is_file():
-        raise UsageError(f"{option} {path}: is a device or pipe; give a file")
-
-
-def check_range(option: str, value: int | None, low: int, high: int = 2**40) -> None:
-    """Raise UsageError if a number is out of range; None is accepted."""
-    if value is not None and value < low:
-        limit = f"be at least {low}" if low else "not be negative"
-        raise UsageError(f"{option} {shown(value)}: must {limit}")
-    if value is not None and value > high:
-        raise UsageError(f"{option} {shown(value)}: must be at most {high}")
-
-
-def check_unused(kind: str, given: dict[str, object], defaults: dict[str, object]) -> None:
-    """Raise UsageError if an option is given that this kind of run ignores."""
-    for name, value in given.items():
-        if value != defaults[name]:
-            raise UsageError(f"--{name.replace('_', '-')} does not apply to {kind} runs")
+Flat = Annotated[RunConfig, tyro.conf.arg(name="")]
+"""A run config whose options have no prefix: --model.n-code, not --run.model.n-code."""
+Start = Annotated[
+    str | None,
+    tyro.conf.Positional,
+    tyro.conf.arg(
+        metavar="PRESET",
+        help=f"{', '.join(PRESETS)}; or a run folder, whose config is used. Comes first.",
+    ),
+]
+Config = Annotated[
+    Path | None,
+    tyro.conf.arg(
+        metavar="FILE",
+        help="Config file (.toml or .json), or a run folder whose config is used. Options "
+        "on the command line override the file, which overrides PRESET.",
+    ),
+]
+Run = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+Checkpoint = Annotated[str, tyro.conf.arg(help="best, last, or the number of a step.")]
+Device = Annotated[str, tyro.conf.arg(help="cpu, cuda, cuda:1, ...; auto uses a GPU if available.")]
+Json = Annotated[bool, tyro.conf.arg(help="Print one JSON object as the last line of stdout.")]
+Overwrite = Annotated[bool, tyro.conf.arg(help="Replace an existing output file.")]
 
 
 def parse(
     kind: type[T],
     arguments: list[str],
-    prog: str,
+    command: str,
     default: T | None = None,
-    note: str = "",
     hidden: Collection[str] = (),
 ) -> T:
-    """Return the options that the arguments give; raise UsageError with one line if they are wrong.
+    """Return the options that the arguments give; --help and mistakes exit.
 
-    default: options that have not been given. note: appended to the description in --help.
-    hidden: fields of a run config that cannot be changed.
+    default: options that have not been given. hidden: fields of a run config that are not options.
     """
-    import tyro
-
-    from transformer_vq.cli.help import HelpText, option_rules
-
-    if given := HELP & set(arguments):
-        if has_run_config(kind):
-            note = f"{note} {MORE_HELP}".strip()
-            if "--help-all" not in given:
+    description = inspect.getdoc(kind)
+    if HELP & set(arguments):
+        if get_type_hints(kind).get("run") is RunConfig:
+            description = f"{description}\n\n{MORE_HELP}"
+            if "--help-all" not in arguments:
                 hidden = {*hidden, *(config_fields() - COMMON_FIELDS)}
         arguments = ["--help"]
-    arguments = _merged(arguments, option_types(kind))
-    box, help_text = io.StringIO(), HelpText()  # tyro draws a box around its messages
-    settings: dict[str, Any] = {} if default is None else {"default": default}
-    if note:
-        settings["description"] = f"{inspect.getdoc(kind)}\n\n{note}"
     try:
-        with contextlib.redirect_stderr(box), contextlib.redirect_stdout(help_text):
-            options, unknown = tyro.cli(
-                kind,
-                args=arguments,
-                prog=f"tvq {prog}",
-                return_unknown_args=True,
-                registry=option_rules(hidden),
-                **settings,
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            # Flush here, where a closed pipe is still handled.
-            print(help_text.wrapped(), end="", flush=True)
-            raise
-        raise _config_error(stop) or UsageError(tyro_error(box.getvalue(), arguments)) from None
-    if fixed := [name for name in map(_field_name, unknown) if name in hidden]:
-        named = ", ".join(f"{name} ({_field(default, name)})" for name in fixed)
-        raise UsageError(
-            f"{named} cannot change when a run is resumed; resume without these options, or start "
-            "a new run from its weights (--train.init-from)"
+        options = tyro.cli(
+            kind,
+            args=arguments,
+            prog=f"tvq {command}",
+            description=description,
+            default=tyro.MISSING if default is None else default,
+            registry=_rules(hidden),
+            console_outputs=not IS_SILENT,
         )
-    if unknown:
-        raise UsageError(unexpected_words(unknown, arguments, option_types(kind)))
-    parsed: T = _with_home_folders(options)
-    return parsed
+    except _RejectedError as rejected:
+        raise rejected.error from None
+    check_fields(options)
+    return options
 
 
-def _merged(arguments: list[str], options: dict[str, Any]) -> list[str]:
-    """Join the values of options that take any number of them and are given several times.
+def run_name(arguments: list[str], command: str, example: Any, hidden: Collection[str] = ()) -> str:
+    """Return RUN, whose config has the defaults of the options; --help and mistakes exit."""
+    if arguments and not arguments[0].startswith("-") and not HELP & set(arguments):
+        return arguments[0]
+    parse(type(example), arguments, command, example, hidden)
+    raise UserError(f"give RUN first: tvq {command} RUN ...")
 
-    tyro would use only the last: --path a --path b -> --path a b. Raises UsageError if a file or
-    another text is missing, for example because a shell variable is empty.
+
+class _RejectedError(Exception):
+    """Carries a UserError through tyro, which would catch a ValueError."""
+
+    def __init__(self, error: UserError) -> None:
+        self.error = error
+
+
+def _rules(hidden: Collection[str] = ()) -> ConstructorRegistry:
+    """Return rules for tyro: lists are not empty, and dataclasses are shown as we like it.
+
+    Help texts of fields have no line breaks, and sections that change most come first.
     """
-    groups: dict[object, list[str]] = {"": []}
-    group = groups[""]
-    for number, argument in enumerate(arguments):
-        if not re.match(r"-+[A-Za-z]", argument):
-            group.append(argument)
-            continue
+    registry = ConstructorRegistry()
+    sections = {kind: name for name, kind in get_type_hints(RunConfig).items()}
+
+    @registry.primitive_rule
+    def list_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        if info.type not in (tuple[str, ...], tuple[Path, ...]):
+            return None
+        inner = get_args(info.type)[0]
+
+        def read(words: list[str]) -> tuple[Any, ...]:
+            if not words:  # as with an empty shell variable
+                raise ValueError("give one value or more")
+            return tuple(map(inner, words))
+
+        return PrimitiveConstructorSpec(
+            nargs="*",
+            metavar=f"{inner.__name__.upper()} ...",
+            instance_from_str=read,
+            is_instance=lambda value: isinstance(value, tuple),
+            str_from_instance=lambda value: list(map(str, value)),
+        )
+
+    @registry.struct_rule
+    def dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
+        kind: Any = info.type
+        if not dataclasses.is_dataclass(info.type) or kind.__module__.startswith("tyro."):
+            return None
+        hints, found = get_type_hints(kind, include_extras=True), []
+        for field in dataclasses.fields(kind):
+            hint = hints[field.name]
+            if hint == bool | None:
+                hint = Annotated[hint, tyro.conf.DisallowNone]  # --compile and --no-compile
+            if f"{sections.get(kind)}.{field.name}" in hidden:
+                hint = Annotated[hint, tyro.conf.Suppress]
+            default = getattr(info.default, field.name, _default(field))
+            text = field_docs(kind).get(field.name)
+            found.append(StructFieldSpec(field.name, hint, default, text))
+        if kind is RunConfig:
+            found.sort(key=lambda field: SECTIONS.index(field.name))
+
+        def build(**values: Any) -> Any:
+            try:
+                return kind(**values)
+            except UserError as error:
+                raise _RejectedError(error) from None
+
+        return StructConstructorSpec(build, tuple(found))
+
+    return registry
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return tyro.MISSING if field.default is dataclasses.MISSING else field.default
+
+
+@dataclasses.dataclass(frozen=True)
+class StartingPoint:
+    """The config that `tvq train`, `info` and `config` start from, before options apply."""
+
+    name: str
+    """Of the preset, file or run."""
+    preset: str | None
+    run: RunConfig
+
+
+def starting_point(arguments: list[str], command: str) -> StartingPoint:
+    """Find the preset, run folder and config file in the arguments, and read them.
+
+    The later of these override the earlier ones: preset, the model of --train.init-from, file.
+    """
+    word = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    given = _value(arguments, "--config")
+    if HELP & set(arguments):
+        word, given = "tiny", None
+    file = None if given is None else read_config_file(Path(given))
+    if word is not None and word not in PRESETS and Path(word).is_dir():
+        if file is not None:
+            raise UserError(f"give the run {word} or --config {given}, not both")
+        file, word = read_config_file(Path(word)), None
+    if word is None and file is None:
+        raise UserError(
+            f"give a PRESET first, or --config FILE: tvq {command} PRESET ...; PRESET is one of "
+            f"{', '.join(PRESETS)}, or a run folder"
+        )
+    preset = word if file is None or word is not None else file.preset
+    base = None if preset is None else find_preset(preset)
+    init_from = _value(arguments, "--train.init-from") or _init_from(file)
+    if init_from is not None and not (file is not None and file.has_model):
+        base = _with_initial_model(base, init_from)
+    if file is not None:
+        return StartingPoint(file.name, preset, file.apply(base))
+    assert preset is not None
+    assert base is not None
+    return StartingPoint(preset, preset, base)
+
+
+def _value(arguments: list[str], option: str) -> str | None:
+    """Return the last value of an option, which determines the defaults of others."""
+    found = None
+    for argument, following in zip_longest(arguments, arguments[1:]):
         name, is_attached, value = argument.partition("=")
-        name = name.replace("_", "-")
-        if value_type(options.get(name)) is not None:
-            group = groups.setdefault(name, [name])
-            group += [value] if is_attached else []
-        else:
-            group = groups[number] = [argument]
-    for option, words in groups.items():
-        is_text = option in options and value_type(options[str(option)]) in (str, Path)
-        if is_text and len(words) == 1:
-            raise UsageError(f"{option}: give a value; {LIST_HINT}")
-    return [word for words in groups.values() for word in words]
-
-
-def value_type(hint: Any) -> Any:
-    """Return the type of the values if an option takes any number of them, else None."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return next((x for x in map(value_type, get_args(hint)) if x is not None), None)
-    is_tuple = get_origin(hint) is tuple and get_args(hint)[1:] == (...,)
-    inner = get_args(hint)[0] if is_tuple else None
-    return get_args(inner)[0] if get_origin(inner) is Annotated else inner
-
-
-def _with_home_folders(options: T) -> T:
-    """Expand ~ in paths, which shells do not expand in `--out=~/x`."""
-    found: dict[str, Any] = {}
-    for name, value in vars(options).items():
-        if isinstance(value, Path):
-            found[name] = expand_home(value)
-        elif isinstance(value, tuple) and any(isinstance(x, Path) for x in value):
-            found[name] = tuple(map(expand_home, value))
-    return replace(options, **found)  # type: ignore[type-var]
-
-
-def expand_home(path: Path) -> Path:
-    """Return a path with ~ expanded; raise UsageError if the home folder is not known."""
-    expanded = Path(os.path.expanduser(path))
-    if str(expanded).startswith("~"):
-        raise UsageError(f"{path}: home folder not found; give a full path")
-    return expanded
-
-
-def _config_error(stop: BaseException) -> UserError | None:
-    """Return the error that a config raised while tyro built it, if there is one."""
-    error: BaseException | None = stop
-    while error is not None and not isinstance(error, UserError):
-        error = error.__context__
-    return error
-
-
-def _field_name(option: str) -> str:
-    """Return the field of a run config that an option sets: --model.n-code 3 -> model.n_code."""
-    name = option.partition("=")[0].removeprefix("--").replace("-", "_")
-    return name.replace(".no_", ".")
-
-
-def _field(options: Any, name: str) -> str:
-    """Return the value of a field of the run config in the options."""
-    section, _, field = name.partition(".")
-    return shown(getattr(getattr(options.run, section), field))
-
-
-def option_types(kind: Any, section: str = "") -> dict[str, Any]:
-    """Return the names of all options of a command, with their types."""
-    found: dict[str, Any] = {}
-    for field, hint in get_type_hints(kind, include_extras=True).items():
-        name = field.replace("_", "-")
-        if get_origin(hint) is Annotated:
-            if any(getattr(mark, "name", None) == "" for mark in hint.__metadata__):
-                name = ""
-            hint = hint.__origin__
-        name = ".".join(filter(None, (section, name)))
-        found |= option_types(hint, name) if is_dataclass(hint) else {f"--{name}": hint}
+        if name.replace("_", "-") == option:
+            found = value if is_attached else following
     return found
 
 
-def has_run_config(kind: Any) -> bool:
-    """Return whether a command has all settings of a run as options."""
-    return "--model.n-code" in option_types(kind)
+def _init_from(file: ConfigFile | None) -> str | None:
+    path = None if file is None else file.values.get("train", {}).get("init_from")
+    return path if isinstance(path, str) else None
 
 
-def as_options(message: str) -> str:
-    """Replace field names with options: model.n_code=0 -> --model.n-code 0, top_p=2 -> --top-p 2.
+def _with_initial_model(base: RunConfig | None, init_from: str) -> RunConfig:
+    """Return a config with the model of a run or file, and without a tokenizer of its own."""
+    from transformer_vq.training.loading import initial_model_config
 
-    Fields without a section are recognized only at the start of the message.
+    model: ModelConfig = initial_model_config(init_from)
+    base = RunConfig(model) if base is None else dataclasses.replace(base, model=model)
+    data = dataclasses.replace(base.data, tokenizer=None)
+    if model.vocab_size in (256, 257):  # bytes, without and with an end of documents
+        data = dataclasses.replace(data, end_of_document=model.vocab_size == 257)
+    return dataclasses.replace(base, data=data)
+
+
+def option_classes() -> dict[str, Any]:
+    """Return the option dataclass of every command."""
+    from transformer_vq.cli.main import COMMANDS
+
+    return {
+        name: getattr(import_module(module), f"{name.title()}Options")
+        for name, (module, _) in COMMANDS.items()
+    }
+
+
+def print_completion(shell: str) -> None:
+    """Print tyro's completion script for all commands.
+
+    tyro does not complete positional arguments, so presets and datasets become subcommands here,
+    with the same options. Without matches, bash completes file names.
     """
-    names = "|".join(map(re.escape, sorted(config_fields())))
-    pattern = rf"(?<![\w.-])({names})(?:(=)|(?![\w.=]))"
-    message = re.sub(pattern, lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] else ''}", message)
-    return re.sub(r"^([a-z]+(?:_[a-z]+)*)=", lambda m: f"--{m[1].replace('_', '-')} ", message)
-
-
-@functools.cache
-def config_fields() -> frozenset[str]:
-    """Return all fields of a run config, such as model.n_code."""
-    hints = get_type_hints(RunConfig)
-    return frozenset(
-        f"{part.name}.{f.name}" for part in fields(RunConfig) for f in fields(hints[part.name])
-    )
+    commands = option_classes()
+    for name, choices in {"train": PRESETS, "prepare": get_args(Dataset)}.items():
+        kind = commands[name]
+        options: Any = Annotated[kind, tyro.conf.arg(name="")]
+        word: Any = Union[tuple(Annotated[kind, subcommand(name=x)] for x in choices)]  # noqa: UP007
+        commands[name] = NamedTuple(name, [("options", options), ("word", word)])
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            commands,
+            prog="tvq",
+            args=["--tyro-print-completion", shell],
+            config=(tyro.conf.OmitSubcommandPrefixes,),
+            registry=_rules(),
+        )
+    except SystemExit as stop:
+        if stop.code:
+            raise
+        if shell == "bash":
+            print('_tvq() { _tyro_tvq; [[ "${COMPREPLY[*]}" ]] || COMPREPLY=(); }')
+            print("complete -o default -F _tvq tvq")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformer_vq.cli.arguments import check_range, parse
-from transformer_vq.cli.output import program_name
+from transformer_vq.cli.arguments import parse
+from transformer_vq.config import Count
 from transformer_vq.presets import PRESETS
 
 INTRODUCTION = """\
@@ -30,7 +32,7 @@ class DemoOptions:
 
     out: Path = Path("demo")
     """Run folder."""
-    steps: int | None = None
+    steps: Count | None = None
     """Training steps; by default those of the preset."""
     table: bool = False
     """Print the differences from quadratic attention for all heads and reductions."""
@@ -39,7 +41,6 @@ class DemoOptions:
 def run(arguments: list[str]) -> int | None:
     """Run the demo; return the exit status."""
     options = parse(DemoOptions, arguments, "demo")
-    check_range("--steps", options.steps, 1)
     config = PRESETS["tiny"]
     if options.steps is not None:
         config = replace(config, train=replace(config.train, steps=options.steps))
@@ -89,6 +90,7 @@ def _next_commands(run: Path) -> str:
         f"eval {shlex.quote(str(run))} --positions": "loss by position in the context",
         "info enwik8-190m": "size and cost of a model of the paper",
     }
-    lines = [f"  {program_name()} {line}  # {what}" for line, what in commands.items()]
-    train = f"{program_name()} train small --data.path YOUR-TEXTS --out YOUR-RUN"
+    tvq = "tvq" if shutil.which("tvq") else f"{sys.executable} -m transformer_vq"
+    lines = [f"  {tvq} {line}  # {what}" for line, what in commands.items()]
+    train = f"{tvq} train small --data.path YOUR-TEXTS --out YOUR-RUN"
     return "\n".join(["", "Try next:", *lines, f"To train on your own text: {train}"])

@@ -5,17 +5,9 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-from transformer_vq.cli.arguments import parse
-from transformer_vq.cli.options import Json, Overwrite
+from transformer_vq.cli.arguments import Device, Json, Overwrite, parse
 from transformer_vq.cli.output import print_json
-
-DoctorDevice = Annotated[
-    str, tyro.conf.arg(help="cpu, cuda, cuda:1, mps, ...; auto uses a GPU if available.")
-]
 
 
 @dataclass(frozen=True)
@@ -29,7 +21,7 @@ class DoctorOptions:
     and user names. The exit status is 1 if a check failed.
     """
 
-    device: DoctorDevice = "auto"
+    device: Device = "auto"
     quick: bool = False
     """Do not compile and do not measure speed; about 30 seconds on two cores."""
     out: Path | None = None

@@ -6,17 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
+import tyro
+
 from transformer_vq.cli.arguments import (
-    MAX_ROWS,
-    RUN_HINT,
-    UsageError,
-    check_range,
-    first_word,
+    Checkpoint,
+    Device,
+    Json,
+    Overwrite,
+    Run,
     parse,
+    run_name,
 )
-from transformer_vq.cli.options import Checkpoint, Device, Json, Overwrite
 from transformer_vq.cli.output import out_of_memory_advice, print_json
-from transformer_vq.config import DataConfig, Precision
+from transformer_vq.config import Count, DataConfig, Precision, Rows
+from transformer_vq.errors import UserError
 from transformer_vq.training.run_list import checkpoint_label
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ class EvalOptions:
 
     data: DataConfig
     """Data to evaluate on; by default, the data of the run."""
+    name: Run
+    """Run folder, or books, the model in the package."""
     split: Literal["train", "validation", "test", "all"] = "test"
     """Split to evaluate; all: every document of the given files, without splitting them (the
     default for models in the package)."""
@@ -47,11 +52,11 @@ class EvalOptions:
     positions: bool = False
     """Also print the loss by position in the context."""
     checkpoint: Checkpoint = "best"
-    seq_len: int | None = None
+    seq_len: Count | None = None
     """Tokens per window of the windowed protocol; None uses the value of the run."""
-    batch_size: int | None = None
+    batch_size: Rows | None = None
     """Sequences per batch; does not affect the result. None uses the value of the run."""
-    max_tokens: int | None = None
+    max_tokens: Count | None = None
     """Evaluate only this many tokens, from the start of the split."""
     out: Path | None = None
     """JSON file for the results.
@@ -65,8 +70,7 @@ class EvalOptions:
 
 def run(arguments: list[str]) -> None:
     """Evaluate a run; print the results and write them to a file."""
-    example = EvalOptions(DataConfig())
-    name, rest = first_word(arguments, "eval", "RUN", RUN_HINT, EvalOptions, example)
+    name = run_name(arguments, "eval", EvalOptions(DataConfig(), tyro.MISSING))
 
     from transformer_vq.device import find_device, keep_freed_memory
     from transformer_vq.files import check_can_write, write_json
@@ -77,16 +81,12 @@ def run(arguments: list[str]) -> None:
 
     folder = find_run(name)
     config = read_config(folder)
-    # Weights apply to the paths of the run only.
     own = config.data
-    default = EvalOptions(own, cast(Any, default_split(folder)))
-    options = parse(EvalOptions, rest, f"eval {name}", default)
+    default = EvalOptions(own, name, cast(Any, default_split(folder)))
+    options = parse(EvalOptions, arguments, "eval", default)
     check_can_write("--out", options.out, options.overwrite)
     if options.protocol == "streaming" and options.seq_len is not None:
-        raise UsageError("--seq-len does not apply to --protocol streaming")
-    check_range("--seq-len", options.seq_len, 1)
-    check_range("--batch-size", options.batch_size, 1, MAX_ROWS)
-    check_range("--max-tokens", options.max_tokens, 1)
+        raise UserError("--seq-len does not apply to --protocol streaming")
     protocols = PROTOCOLS.get(options.protocol)
     if protocols is None and not options.json:
         protocols = ("windowed",)

@@ -8,14 +8,17 @@ from typing import Annotated, Literal
 
 import tyro
 
-from transformer_vq.cli.arguments import RUN_HINT, UsageError, first_word, parse
-from transformer_vq.cli.options import Checkpoint
+from transformer_vq.cli.arguments import Checkpoint, Run, parse
+from transformer_vq.cli.output import check_is_file
+from transformer_vq.errors import UserError
 
 
 @dataclass(frozen=True)
 class ExportOptions:
     """Export a run to a folder for Hugging Face transformers, or as ONNX graphs."""
 
+    run: Run
+    """Run folder, or books, the model in the package."""
     folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FOLDER")]]
     """New folder for config, safetensors, tokenizer and model card, or for ONNX files."""
     checkpoint: Checkpoint = "best"
@@ -34,17 +37,17 @@ class ExportOptions:
 
 def run(arguments: list[str]) -> None:
     """Export a run."""
-    name, rest = first_word(arguments, "export", "RUN", RUN_HINT, ExportOptions)
-    options = parse(ExportOptions, rest, f"export {name}")
+    options = parse(ExportOptions, arguments, "export")
+    check_is_file("--chat-template", options.chat_template)
     if options.format == "onnx":
-        _export_onnx(name, options)
+        _export_onnx(options)
         return
 
     from transformer_vq.hf.export import export
     from transformer_vq.training.packaged import find_run
 
     which = export(
-        find_run(name),
+        find_run(options.run),
         options.folder,
         options.checkpoint,
         dtype=options.dtype,
@@ -52,24 +55,24 @@ def run(arguments: list[str]) -> None:
         name=options.name,
         license_id=options.license,
     )
-    print(f"{options.folder}: {which} of {name}, with a model card in README.md")
+    print(f"{options.folder}: {which} of {options.run}, with a model card in README.md")
     print("load it with transformers, either after the import or with trust_remote_code=True:")
     print("  import transformer_vq.hf")
     print(f"  AutoModelForCausalLM.from_pretrained({str(options.folder)!r})")
 
 
-def _export_onnx(name: str, options: ExportOptions) -> None:
-    plain = ExportOptions(options.folder, options.checkpoint, format="onnx")
+def _export_onnx(options: ExportOptions) -> None:
+    plain = ExportOptions(options.run, options.folder, options.checkpoint, "onnx")
     if ignored := [n for n, x in vars(plain).items() if getattr(options, n) != x]:
-        raise UsageError(f"--{ignored[0].replace('_', '-')}: not with --format onnx")
+        raise UserError(f"--{ignored[0].replace('_', '-')}: not with --format onnx")
 
     from transformer_vq.generation.export import export_onnx
     from transformer_vq.training.checkpoint import load_model
     from transformer_vq.training.packaged import find_run
 
-    model, which = load_model(find_run(name), options.checkpoint)
+    model, which = load_model(find_run(options.run), options.checkpoint)
     has_state = model.config.attention == "vq"
     export_onnx(
         model, options.folder, ("forward", "prefill", "decode") if has_state else ("forward",)
     )
-    print(f"{options.folder}: {which} of {name} as ONNX; run it with onnxruntime")
+    print(f"{options.folder}: {which} of {options.run} as ONNX; run it with onnxruntime")

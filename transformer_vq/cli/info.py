@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from transformer_vq.cli.options import Config, Flat, Json
+from transformer_vq.cli.arguments import Config, Flat, Json, Start, parse, starting_point
 from transformer_vq.cli.output import print_json
-from transformer_vq.cli.starting_point import parse_from, starting_point
 from transformer_vq.config import RunConfig
-from transformer_vq.presets import PRESETS
 from transformer_vq.progress import short
 
 if TYPE_CHECKING:
@@ -26,13 +24,13 @@ class InfoOptions:
     run: Flat
     config: Config = None
     json: Json = False
+    preset: Start = None
 
 
 def run(arguments: list[str]) -> None:
     """Print the sizes of a preset, config file or run."""
-    example = InfoOptions(PRESETS["tiny"])
-    start, rest = starting_point(arguments, "info", InfoOptions, example, runs=True)
-    options = parse_from(start, rest, f"info {start.name}", example)
+    start = starting_point(arguments, "info")
+    options = parse(InfoOptions, arguments, "info", InfoOptions(start.run))
 
     from transformer_vq.training.sizes import sizes
 

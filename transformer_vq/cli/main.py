@@ -7,6 +7,7 @@ only after their arguments are parsed, so that --help and usage errors appear at
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import textwrap
@@ -17,20 +18,15 @@ from importlib import import_module
 from typing import NoReturn
 
 from transformer_vq import __version__
-from transformer_vq.cli.arguments import HELP, UsageError, as_options, nearest
+from transformer_vq.checks import nearest
 from transformer_vq.cli.output import (
-    accept_any_text,
+    HELP,
+    as_options,
     discard_output,
     one_line,
-    os_error_message,
 )
 from transformer_vq.config_files import ConfigFileError
-from transformer_vq.errors import (
-    NotEnoughMemoryError,
-    TrainingError,
-    UserError,
-    is_out_of_memory,
-)
+from transformer_vq.errors import NotEnoughMemoryError, TrainingError, UserError, is_out_of_memory
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import IS_SILENT, TerminalReporter, reporting
 
@@ -50,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("transformer_vq.cli.demo", "train a small model in minutes, check the equality"),
     "doctor": ("transformer_vq.cli.doctor", "check this installation; report for an issue"),
 }
+SHELLS = ("bash", "zsh")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -59,15 +56,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     error, 130 Ctrl-C.
     Training that was stopped and saved after signal n exits with 128 + n.
     """
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    name, rest = arguments[0] if arguments else "--help", arguments[1:]
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # Shells do not expand ~ in --out=~/run.
+    home = os.path.expanduser("~")
+    words = [x.replace("=~/", f"={home}/", 1) if x.startswith("--") else x for x in words]
     if IS_SILENT:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    accept_any_text()
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        is_utf8 = sys.stdout.encoding.lower() == "utf-8"  # then odd bytes stay as they are
+        sys.stdout.reconfigure(errors="surrogateescape" if is_utf8 else "backslashreplace")
     try:
-        with reporting(TerminalReporter()):
-            status = _run(name, rest)
-        sys.stdout.flush()
+        try:
+            with reporting(TerminalReporter()):
+                status = _run(words[0] if words else "--help", words[1:])
+        finally:
+            sys.stdout.flush()
         _leave(status)
         if status:
             sys.exit(status)
@@ -84,7 +87,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(str(error), 2)
     except OSError as error:
         discard_output()  # stdout may be what cannot be written
-        _fail(os_error_message(error), 2)
+        is_plain = error.strerror is None or error.filename is None
+        _fail(str(error) if is_plain else f"cannot use {error.filename}: {error.strerror}", 2)
+    except UnicodeEncodeError as error:
+        _fail(f"{error.object[:80]!r} is not valid Unicode text", 2)
     except KeyboardInterrupt:
         _fail("interrupted", 130)
     except Exception as error:
@@ -105,21 +111,16 @@ def _run(name: str, arguments: list[str]) -> int:
         print(f"tvq {__version__}")
         return 0
     if name == "--print-completion":
-        print(_completion(arguments), end="")
+        if len(arguments) != 1 or arguments[0] not in SHELLS:
+            raise UserError(f"--print-completion: choose one of {', '.join(SHELLS)}")
+        from transformer_vq.cli.arguments import print_completion
+
+        print_completion(arguments[0])
         return 0
     if name not in COMMANDS:
-        raise UsageError(f"unknown command {name!r}{nearest(name, COMMANDS)}; see tvq --help")
+        raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)}; see tvq --help")
     module, _ = COMMANDS[name]
     return import_module(module).run(arguments) or 0
-
-
-def _completion(arguments: list[str]) -> str:
-    """Return the completion script for the shell that the arguments name."""
-    from transformer_vq.cli.completion import SHELLS, completion_script
-
-    if len(arguments) != 1 or arguments[0] not in SHELLS:
-        raise UsageError(f"--print-completion: choose one of {', '.join(SHELLS)}")
-    return completion_script(arguments[0])
 
 
 def _leave(status: int) -> None:
@@ -161,6 +162,6 @@ def _overview() -> str:
             'To get started: tvq sample books --prompt "It was"; tvq train tiny --out my-run',
             "Options of a command: tvq COMMAND --help",
             "Version: tvq --version",
-            "Shell completion (bash, zsh or fish): source <(tvq --print-completion bash)",
+            "Shell completion in bash: source <(tvq --print-completion bash)",
         ]
     )

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import codecs
-import io
+import functools
 import json
 import math
 import os
 import re
-import shlex
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from transformer_vq.errors import NotEnoughMemoryError, is_out_of_memory
+from transformer_vq.config import RunConfig
+from transformer_vq.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 
 if TYPE_CHECKING:
     from transformer_vq.training.checkpoint import TrainingResult
 
-
-def program_name() -> str:
-    """Return how to start this program, for commands that the user may paste."""
-    path = sys.argv[0]
-    if os.path.basename(path) != "tvq":
-        return f"{sys.executable} -m transformer_vq"
-    found = shutil.which("tvq")
-    is_in_path = found is not None and os.path.exists(path) and os.path.samefile(found, path)
-    return "tvq" if is_in_path else shlex.quote(path)
+HELP = frozenset({"-h", "--help", "--help-all"})
 
 
 def print_json(record: dict[str, Any], wanted: bool) -> None:
@@ -51,16 +43,19 @@ def print_training_result(result: TrainingResult, as_json: bool) -> int:
         "run": str(result.run),
         "step": result.step,
         "finished": result.finished,
-        "best_validation_nats_per_token": _finite(result.best_loss),
-        "best_validation_bits_per_byte": _finite(result.best_bits_per_byte),
+        "best_validation_nats_per_token": result.best_loss,
+        "best_validation_bits_per_byte": result.best_bits_per_byte,
     }
-    print_json(record, as_json)
+    print_json({k: None if x == math.inf else x for k, x in record.items()}, as_json)
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 
 
-def _finite(x: float) -> float | None:
-    """Return a number, or None if JSON cannot represent it."""
-    return x if math.isfinite(x) else None
+def check_is_file(option: str, path: Path | None, *, or_pipe: bool = False) -> None:
+    """Raise UserError unless the path is a regular file; reading a device may never end."""
+    if path is None or path.is_file() or (or_pipe and path.is_fifo()):
+        return
+    what = "is not a file" if path.exists() else "does not exist"
+    raise UserError(f"{option} {path}: {what}; give a file")
 
 
 @contextmanager
@@ -74,23 +69,6 @@ def out_of_memory_advice(advice: str) -> Iterator[None]:
         raise
 
 
-def accept_any_text() -> None:
-    """Let stdout print text that its encoding does not support, such as odd file names.
-
-    Undecodable bytes are printed unchanged, other unsupported characters as escapes.
-    """
-
-    def encode(error: UnicodeError) -> tuple[str | bytes, int]:
-        try:
-            return codecs.lookup_error("surrogateescape")(error)
-        except UnicodeError:
-            return codecs.lookup_error("backslashreplace")(error)
-
-    codecs.register_error("tvq", encode)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="tvq")
-
-
 def discard_output() -> None:
     """Discard buffered output if stdout cannot be written."""
     try:
@@ -100,15 +78,26 @@ def discard_output() -> None:
             os.dup2(null.fileno(), sys.stdout.fileno())
 
 
-def os_error_message(error: OSError) -> str:
-    """Return what failed, and the name of the file if it is known."""
-    if error.strerror is None or error.filename is None:
-        return str(error)
-    return f"cannot use {error.filename}: {error.strerror}"
-
-
 def one_line(message: str) -> str:
     """Return a message without line breaks, errno numbers, control characters and long words."""
     line = re.sub(r"\[Errno \d+\] ", "", " ".join(message.split()))
     line = re.sub(r"[^\s:;,'\"]{300,}", lambda word: f"{word[0][:60]}...", line)
     return "".join(x if x.isprintable() else repr(x)[1:-1] for x in line)
+
+
+def as_options(message: str) -> str:
+    """Replace field names with options: model.n_code=0 -> --model.n-code 0, top_p=2 -> --top-p 2.
+
+    Fields without a section are recognized only at the start of the message.
+    """
+    names = "|".join(map(re.escape, sorted(config_fields())))
+    pattern = rf"(?<![\w.-])({names})(?:(=)|(?![\w.=]))"
+    message = re.sub(pattern, lambda m: f"--{m[1].replace('_', '-')}{' ' if m[2] else ''}", message)
+    return re.sub(r"^([a-z]+(?:_[a-z]+)*)=", lambda m: f"--{m[1].replace('_', '-')} ", message)
+
+
+@functools.cache
+def config_fields() -> frozenset[str]:
+    """Return all fields of a run config, such as model.n_code."""
+    sections = get_type_hints(RunConfig).items()
+    return frozenset(f"{name}.{field.name}" for name, kind in sections for field in fields(kind))

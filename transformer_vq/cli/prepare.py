@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from transformer_vq.cli.arguments import (
-    HELP,
-    MAX_ROWS,
-    UsageError,
-    as_options,
-    check_range,
-    first_word,
-    nearest,
-    parse,
-)
-from transformer_vq.cli.options import Json
-from transformer_vq.cli.output import print_json
-from transformer_vq.config import LEARNED, DataConfig, Dataset
+from transformer_vq.cli.arguments import Json, parse
+from transformer_vq.cli.output import as_options, print_json
+from transformer_vq.config import LEARNED, DataConfig, Dataset, Rows
 from transformer_vq.errors import UserError
 from transformer_vq.progress import info
 
 if TYPE_CHECKING:
     from transformer_vq.data.corpus import Corpus
-
-
-DATASETS: tuple[str, ...] = get_args(Dataset)
 
 
 @dataclass(frozen=True)
@@ -41,36 +28,22 @@ class PrepareOptions:
     """
 
     data: Annotated[DataConfig, tyro.conf.arg(name="")]
-    vocab_size: int | None = None
+    dataset: tyro.conf.Positional[Dataset] = "text"
+    """Kind of data."""
+    vocab_size: Rows | None = None
     """Size of a vocabulary that is learned; None uses 8,192."""
     json: Json = False
 
 
 def run(arguments: list[str]) -> None:
     """Prepare a corpus; print its splits and their sizes."""
-    hint = f"DATASET is one of {', '.join(DATASETS)}"
-    hidden = ("data.dataset",)
-    example = PrepareOptions(DataConfig())
-    if arguments and not arguments[0].startswith("-"):
-        name, rest = arguments[0], arguments[1:]
-    elif HELP & set(arguments):
-        name, rest = first_word(
-            arguments, "prepare", "DATASET", hint, PrepareOptions, example, hidden
-        )
-    else:
-        name, rest = "text", arguments
-    if name not in DATASETS:
-        raise UsageError(f"unknown dataset {name!r}{nearest(name, DATASETS)}; {hint}")
-    default = PrepareOptions(DataConfig(dataset=cast(Dataset, name)))
+    default = PrepareOptions(DataConfig())
     try:
-        options = parse(PrepareOptions, rest, f"prepare {name}", default, hidden=hidden)
-        check_range("--vocab-size", options.vocab_size, 1, MAX_ROWS)
-        if options.vocab_size is not None and options.data.tokenizer_name not in LEARNED:
-            raise UsageError(
-                "--vocab-size is for a vocabulary that is learned; use --tokenizer bpe, or leave "
-                "it out"
-            )
-        corpus = _prepare(options)
+        options = parse(PrepareOptions, arguments, "prepare", default, hidden=["data.dataset"])
+        data = replace(options.data, dataset=options.dataset)
+        if options.vocab_size is not None and data.tokenizer_name not in LEARNED:
+            raise UserError("--vocab-size is for a vocabulary that is learned: --tokenizer bpe")
+        corpus = _prepare(data, options.vocab_size)
     except KeyboardInterrupt:
         info("interrupted; run the same command again to continue")
         raise
@@ -82,17 +55,13 @@ def run(arguments: list[str]) -> None:
     print_json(corpus_record(corpus), options.json)
 
 
-def _prepare(options: PrepareOptions) -> Corpus:
+def _prepare(data: DataConfig, vocab_size: int | None) -> Corpus:
     from transformer_vq.data.corpora import download
     from transformer_vq.data.prepare import prepare
 
-    data = options.data
     if data.dataset == "enwik8" and not data.path:
-        cache = os.path.expanduser(data.cache_folder)
-        if cache.startswith("~"):
-            raise UsageError(f"--cache {cache}: home folder not found; give a full path")
-        download(Path(cache))
-    return prepare(data, options.vocab_size)
+        download(Path(os.path.expanduser(data.cache_folder)))
+    return prepare(data, vocab_size)
 
 
 def corpus_table(corpus: Corpus) -> str:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformer_vq.cli.arguments import RUN_HINT, config_fields, first_word, parse
-from transformer_vq.cli.options import Flat, Json
-from transformer_vq.cli.output import out_of_memory_advice, print_training_result
+import tyro
+
+from transformer_vq.cli.arguments import Flat, Json, Run, parse, run_name
+from transformer_vq.cli.output import config_fields, out_of_memory_advice, print_training_result
 from transformer_vq.config import FREE_FIELDS
 from transformer_vq.presets import PRESETS
-
-# Fields that cannot change when a run is resumed.
-FIXED_FIELDS = config_fields() - FREE_FIELDS
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,8 @@ class ResumeOptions:
     """
 
     run: Flat
+    name: Run
+    """Run folder."""
     allow_schedule_change: bool = False
     """Continue from the newest checkpoint if --train.steps changes, although the new schedule had
     other learning rates in past steps. A cosine can be stretched in this way only."""
@@ -38,10 +38,8 @@ class ResumeOptions:
 
 def run(arguments: list[str]) -> int:
     """Resume a run; return the exit status."""
-    example = ResumeOptions(PRESETS["tiny"])
-    name, rest = first_word(
-        arguments, "resume", "RUN", RUN_HINT, ResumeOptions, example, FIXED_FIELDS
-    )
+    fixed = config_fields() - FREE_FIELDS
+    name = run_name(arguments, "resume", ResumeOptions(PRESETS["tiny"], tyro.MISSING), fixed)
 
     from transformer_vq.device import keep_freed_memory
     from transformer_vq.threads import share_cores
@@ -50,8 +48,8 @@ def run(arguments: list[str]) -> int:
     from transformer_vq.training.run import resume
 
     check_not_packaged(find_run(name), name)
-    default = ResumeOptions(read_config(Path(name)))
-    options = parse(ResumeOptions, rest, f"resume {name}", default, hidden=FIXED_FIELDS)
+    default = ResumeOptions(read_config(Path(name)), name)
+    options = parse(ResumeOptions, arguments, "resume", default)
     keep_freed_memory()
     share_cores()
     with out_of_memory_advice("use --train.checkpoint-activations"):

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from transformer_vq.cli.arguments import (
-    MAX_ROWS,
-    RUN_HINT,
-    UsageError,
-    check_can_read,
-    check_range,
-    check_unused,
-    first_word,
-    parse,
-)
-from transformer_vq.cli.options import Checkpoint, Device, Json, Overwrite
-from transformer_vq.cli.output import out_of_memory_advice, print_json
-from transformer_vq.config import Precision
+from transformer_vq.checks import Range
+from transformer_vq.cli.arguments import Checkpoint, Device, Json, Overwrite, Run, parse
+from transformer_vq.cli.output import check_is_file, out_of_memory_advice, print_json
+from transformer_vq.config import Precision, Rows, Seed
+from transformer_vq.errors import UserError
 from transformer_vq.generation import NEW_TOKENS, TEMPERATURE, TOP_P
 
 if TYPE_CHECKING:
@@ -41,12 +31,14 @@ IMAGES_ONLY = ("images", "keep", "out")
 class SampleOptions:
     """Generate text, printed as it is decoded, or images, written to a PNG file."""
 
+    run: Run
+    """Run folder, or books, the model in the package."""
     prompt: str | None = None
     """Text to continue; if omitted, a new document is started."""
     prompt_file: Path | None = None
     """File with the text to continue; - reads standard input. It may have any length: memory use is
     constant."""
-    tokens: int = NEW_TOKENS
+    tokens: Annotated[int, Range(0, 2**40)] = NEW_TOKENS
     """Maximum number of tokens to generate."""
     temperature: float = TEMPERATURE
     """Softmax temperature; below 1 favors likely tokens, 0 always chooses the most likely one."""
@@ -54,9 +46,9 @@ class SampleOptions:
     """Nucleus sampling: keep the most likely tokens that together reach this probability."""
     top_k: int | None = None
     """Sample from the k most likely tokens only."""
-    seed: int | None = None
+    seed: Seed | None = None
     """Random seed; the same seed gives the same samples."""
-    batch: int = 1
+    batch: Rows = 1
     """Number of samples."""
     stop: tuple[str, ...] = ()
     """End a sample where one of these strings occurs."""
@@ -84,16 +76,12 @@ class SampleOptions:
 
 def run(arguments: list[str]) -> None:
     """Generate text or images, depending on the data of the run."""
-    name, rest = first_word(arguments, "sample", "RUN", RUN_HINT, SampleOptions)
-    options = parse(SampleOptions, rest, f"sample {name}")
-    check_range("--batch", options.batch, 1, MAX_ROWS)
-    check_range("--tokens", options.tokens, 0)
-    check_range("--seed", options.seed, 0, 2**63 - 1)
-    check_can_read("--load-state", options.load_state)
-    for path in options.images:
-        check_can_read("--images", path)
+    options = parse(SampleOptions, arguments, "sample")
     if options.prompt is not None and options.prompt_file is not None:
-        raise UsageError("give --prompt or --prompt-file, not both")
+        raise UserError("give --prompt or --prompt-file, not both")
+    check_is_file("--load-state", options.load_state)
+    for path in options.images:
+        check_is_file("--images", path)
 
     from transformer_vq.device import find_device, keep_freed_memory, matmul_precision
     from transformer_vq.files import check_can_write
@@ -105,11 +93,12 @@ def run(arguments: list[str]) -> None:
     sampling = Sampling(options.temperature, options.top_p, options.top_k)
     check_can_write("--out", options.out, options.overwrite)
     check_can_write("--save-state", options.save_state, options.overwrite)
-    folder = find_run(name)
+    folder = find_run(options.run)
     has_images = read_config(folder).data.has_images
-    kind, unused = ("image", TEXT_ONLY) if has_images else ("text", IMAGES_ONLY)
-    given = {name: getattr(options, name) for name in unused}
-    check_unused(kind, given, vars(SampleOptions()))
+    for name in TEXT_ONLY if has_images else IMAGES_ONLY:
+        if getattr(options, name) != getattr(SampleOptions, name):
+            kind = "image" if has_images else "text"
+            raise UserError(f"--{name.replace('_', '-')} does not apply to {kind} runs")
     keep_freed_memory()
     share_cores()
     device = find_device(options.device)
@@ -122,11 +111,11 @@ def run(arguments: list[str]) -> None:
         tokenizer = read_tokenizer(folder)
         if has_images:
             out = _sample_images(options, folder, model, tokenizer.bos, sampling)
-            print_json({"run": name, "image": str(out)}, options.json)
+            print_json({"run": options.run, "image": str(out)}, options.json)
         else:
             samples = _sample_text(options, model, tokenizer, sampling)
-            texts, ended = [x.text for x in samples], [x.ended for x in samples]
-            print_json({"run": name, "texts": texts, "ended": ended}, options.json)
+            record = {"texts": [x.text for x in samples], "ended": [x.ended for x in samples]}
+            print_json({"run": options.run, **record}, options.json)
 
 
 def _sample_images(
@@ -196,18 +185,9 @@ def _sample_text(
 
 
 def _read_prompt(path: Path) -> str:
-    """Return the text of a file, pipe or terminal; bytes that are not UTF-8 are preserved.
-
-    The path "-" is standard input.
-    """
+    """Return the text of a file or pipe, or of stdin for "-"; invalid UTF-8 is preserved."""
     is_stdin = str(path) == "-"
-    try:
-        with open(0 if is_stdin else path, "rb", closefd=not is_stdin) as file:
-            status = os.fstat(file.fileno())
-            is_device = stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode)
-            is_null = status.st_rdev == os.stat(os.devnull).st_rdev
-            if is_device and not is_null and not file.isatty():
-                raise UsageError(f"--prompt-file {path}: is a device; give a text file")
-            return file.read().decode(errors="surrogateescape")
-    except OSError as error:
-        raise UsageError(f"--prompt-file {path}: {error.strerror}; give a text file") from error
+    if not is_stdin:
+        check_is_file("--prompt-file", path, or_pipe=True)
+    with open(0 if is_stdin else path, "rb", closefd=not is_stdin) as file:
+        return file.read().decode(errors="surrogateescape")

@@ -6,24 +6,21 @@ import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from transformer_vq.cli.arguments import (
-    MAX_ROWS,
-    UsageError,
-    check_range,
-    first_word,
-    parse,
-)
-from transformer_vq.cli.options import Checkpoint, Device
-from transformer_vq.config import DataConfig, Precision
+from transformer_vq.checks import Range
+from transformer_vq.cli.arguments import Checkpoint, Device, Run, parse
+from transformer_vq.config import DataConfig, Precision, Rows
+from transformer_vq.errors import UserError
 
 if TYPE_CHECKING:
     from transformer_vq.serve.service import Service
 
 API_KEY = "TVQ_API_KEY"  # environment variable: unlike an option, other users cannot see it
 MEGABYTE = 1_000_000
-RUN_HINT = "RUN is a run folder, one written by `tvq export`, or books, the model in the package"
+Seconds = Annotated[float, Range(0, 1e9, above=True)]
+Limit = Annotated[int, Range(1, 10**9)]
+Megabytes = Annotated[int, Range(0, 10**9)]
 
 
 @dataclass(frozen=True)
@@ -34,9 +31,11 @@ class ServeOptions:
     length.
     """
 
+    run: Run
+    """Run folder, one written by `tvq export`, or books, the model in the package."""
     host: str = "127.0.0.1"
     """Address to listen on. 0.0.0.0 is reachable from other machines; set an API key then."""
-    port: int = 8000
+    port: Annotated[int, Range(0, 65_535)] = 8000
     """Port to listen on; 0 uses any free one."""
     api_key: str | None = None
     """Require this key from clients. The environment variable TVQ_API_KEY does the same."""
@@ -45,31 +44,31 @@ class ServeOptions:
     names are always accepted. On other addresses, without this option, any name is accepted."""
     name: str | None = None
     """Name of the model in the API. None uses the name of RUN."""
-    slots: int = 8
+    slots: Rows = 8
     """Texts that are generated at the same time; others wait."""
-    queue: int = 256
+    queue: Limit = 256
     """Texts that may wait; more are refused with status 429."""
-    max_tokens: int = 65_536
+    max_tokens: Limit = 65_536
     """Largest number of tokens that a request may ask for, per text."""
-    max_prompt_tokens: int = 4_000_000
+    max_prompt_tokens: Limit = 4_000_000
     """Longest document, or all prompts of a request together."""
-    max_body_mb: int = 64
+    max_body_mb: Limit = 64
     """Largest request in megabytes."""
-    max_connections: int = 1000
+    max_connections: Limit = 1000
     """Maximum number of connections; above it, the one that was silent for longest is closed."""
-    client_timeout: float = 30.0
+    client_timeout: Seconds = 30.0
     """Seconds for a client to send a request, or to read the next part of a response. A large
     request must arrive at 1 kB per second or more."""
-    time_limit: float = 600.0
+    time_limit: Seconds = 600.0
     """Seconds after which a request ends with status 408."""
-    stop_time: float = 10.0
+    stop_time: Seconds = 10.0
     """Seconds for requests in progress after Ctrl-C or SIGTERM."""
     store: Path | None = None
     """Folder for contexts, of one server at a time. None uses a folder per model in
     ~/.cache/transformer_vq, or in that of XDG_CACHE_HOME."""
-    contexts_mb: int = 10_000
+    contexts_mb: Megabytes = 10_000
     """Largest size of all stored contexts in megabytes."""
-    prefix_memory_mb: int = 512
+    prefix_memory_mb: Megabytes = 512
     """Memory for the beginnings of prompts, which are not processed again; 0 disables it."""
     checkpoint: Checkpoint = "best"
     precision: Precision = "fp32"
@@ -79,19 +78,7 @@ class ServeOptions:
 
 def run(arguments: list[str]) -> None:
     """Serve a model until Ctrl-C."""
-    name, rest = first_word(arguments, "serve", "RUN", RUN_HINT, ServeOptions)
-    options = parse(ServeOptions, rest, f"serve {name}")
-    check_range("--port", options.port, 0, 65_535)
-    check_range("--slots", options.slots, 1, MAX_ROWS)
-    check_range("--queue", options.queue, 1, 10**6)
-    check_range("--max-connections", options.max_connections, 1, 10**6)
-    for field in ("max_tokens", "max_prompt_tokens", "max_body_mb"):
-        check_range(f"--{field.replace('_', '-')}", getattr(options, field), 1, 10**9)
-    for field in ("contexts_mb", "prefix_memory_mb"):
-        check_range(f"--{field.replace('_', '-')}", getattr(options, field), 0, 10**9)
-    for field in ("client_timeout", "time_limit", "stop_time"):
-        if not 0 < getattr(options, field) < 10**9:
-            raise UsageError(f"--{field.replace('_', '-')}: must be above 0")
+    options = parse(ServeOptions, arguments, "serve")
     key = os.environ.get(API_KEY) if options.api_key is None else options.api_key
     if key is not None:
         _check_key(key)
@@ -100,7 +87,7 @@ def run(arguments: list[str]) -> None:
 
     with ExitStack() as held:
         serve(
-            _service(name, options, key, held),
+            _service(options, key, held),
             options.host,
             options.port,
             options.allow_hosts,
@@ -112,23 +99,18 @@ def run(arguments: list[str]) -> None:
 
 
 def _check_key(key: str) -> None:
-    """Raise UsageError for a key that no header can hold; an empty one is a forgotten variable."""
+    """Raise UserError for a key that no header can hold; an empty one is a forgotten variable."""
     where = f"--api-key, or the environment variable {API_KEY}"
     if not key:
-        raise UsageError(f"{where}: is empty; give a key, or unset it")
+        raise UserError(f"{where}: is empty; give a key, or unset it")
     if not (key.isascii() and key.isprintable() and key == key.strip()):
-        raise UsageError(f"{where}: must be printable ASCII text")
+        raise UserError(f"{where}: must be printable ASCII text")
 
 
-def _service(name: str, options: ServeOptions, api_key: str | None, held: ExitStack) -> Service:
+def _service(options: ServeOptions, api_key: str | None, held: ExitStack) -> Service:
     """Load the model and open its store, which stays locked until `held` is closed."""
     from transformer_vq.data.paths import expand_user
-    from transformer_vq.device import (
-        find_device,
-        keep_freed_memory,
-        matmul_precision,
-    )
-    from transformer_vq.errors import UserError
+    from transformer_vq.device import find_device, keep_freed_memory, matmul_precision
     from transformer_vq.files import lock_folder
     from transformer_vq.generation.snapshot import Snapshots
     from transformer_vq.serve.contexts import ContextStore
@@ -145,6 +127,7 @@ def _service(name: str, options: ServeOptions, api_key: str | None, held: ExitSt
     keep_freed_memory()
     share_cores()
     device = find_device(options.device)
+    name = options.run
     if has_images(name):
         raise UserError(f"{name} is a model of images; serve a model of text")
     model, tokenizer = load_model_and_tokenizer(name, options.checkpoint)

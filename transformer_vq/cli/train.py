@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformer_vq.cli.options import Config, Flat, Json
+from transformer_vq.cli.arguments import Config, Flat, Json, Start, parse, starting_point
 from transformer_vq.cli.output import out_of_memory_advice, print_training_result
-from transformer_vq.cli.starting_point import parse_from, starting_point
-from transformer_vq.presets import PRESETS
 
 
 @dataclass(frozen=True)
@@ -16,18 +14,17 @@ class TrainOptions:
     """Train a model from a preset or a config file; every setting is an option."""
 
     run: Flat
-    out: Path
-    """Output folder; must not already contain a run."""
+    out: Path | None = None
+    """Output folder; must not already contain a run. None uses runs/NAME of the preset or file."""
     config: Config = None
     json: Json = False
+    preset: Start = None
 
 
 def run(arguments: list[str]) -> int:
     """Train a model; return the exit status."""
-    example = TrainOptions(PRESETS["tiny"], Path("runs/tiny"))
-    start, rest = starting_point(arguments, "train", TrainOptions, example)
-    default = TrainOptions(PRESETS["tiny"], Path("runs") / start.name)
-    options = parse_from(start, rest, f"train {start.name}", default)
+    start = starting_point(arguments, "train")
+    options = parse(TrainOptions, arguments, "train", TrainOptions(start.run))
 
     from transformer_vq.device import keep_freed_memory
     from transformer_vq.threads import share_cores
@@ -36,5 +33,6 @@ def run(arguments: list[str]) -> int:
 
     keep_freed_memory()
     share_cores()
+    out = Path("runs", start.name) if options.out is None else options.out
     with out_of_memory_advice(memory_hint(options.run)):
-        return print_training_result(train(options.run, options.out), options.json)
+        return print_training_result(train(options.run, out), options.json)

@@ -66,18 +66,15 @@ def peak_rate(name: str, precision: Precision, tf32: bool = False) -> float | No
 
 
 class Utilization:
-    """Computes the MFU of a run from its speed.
-
-    `train.peak_tflops` replaces the figure of the vendor. Without either, the MFU is unknown.
-    """
+    """Computes the MFU of a run from its speed; it is known for GPUs of the table only."""
 
     def __init__(self, config: RunConfig, world: World) -> None:
         self.flops_per_token = 3 * flops_per_token(config.model, config.train.seq_len)
-        device, given = world.device, config.train.peak_tflops
-        peak = None if given is None else 1e12 * given
-        if peak is None and device.type == "cuda":
+        peak = None
+        if world.device.type == "cuda":
             tf32 = torch.get_float32_matmul_precision() != "highest"
-            peak = peak_rate(torch.cuda.get_device_name(device), config.train.precision, tf32)
+            name = torch.cuda.get_device_name(world.device)
+            peak = peak_rate(name, config.train.precision, tf32)
         self.peak = None if peak is None else peak * world.mesh.n_processes
         """FLOPs per second of all devices of the run; None if unknown."""
 

@@ -144,15 +144,12 @@ FULL = {"attention": "full"}
 
 SCENARIOS: dict[str, Callable[[], object]] = {
     "train with AdamW, padding": lambda: training(split=PADDED),
-    "train with Adafactor, bf16, documents, accumulation, MQA": lambda: training(
+    "train with Adafactor, documents, accumulation, checkpointing, MQA": lambda: training(
         {"head_type": "mqa", "absolute_positions": True, "tie_embeddings": True},
         {"optimizer": "adafactor"},
-        {"precision": "bf16", "accumulate": 2, "weight_average": 0.9},
+        {"accumulate": 2, "weight_average": 0.9, "checkpoint_activations": True},
         DOCUMENTS,
         n_steps=1,
-    ),
-    "train with Muon, activation checkpointing, MHA": lambda: training(
-        {"head_type": "mha"}, {"optimizer": "muon"}, {"checkpoint_activations": True}, n_steps=1
     ),
     "train full attention, documents": lambda: training(FULL, split=DOCUMENTS, n_steps=1),
     "log a step": logging,

@@ -17,8 +17,7 @@ import pytest
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 TRAINING = (
     "train with AdamW, padding",
-    "train with Adafactor, bf16, documents, accumulation, MQA",
-    "train with Muon, activation checkpointing, MHA",
+    "train with Adafactor, documents, accumulation, checkpointing, MQA",
     "train full attention, documents",
 )
 EVALUATION = ("evaluate windows", "evaluate streams")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from checks import (
     assert_same,
     make_trainer,
@@ -90,6 +91,7 @@ def assert_runs_resume(folder, mesh):
     train(exact, folder / "whole")  # with all dropout
     stop_after(3, partial(train, exact, folder / "stopped"))
     assert resume(folder / "stopped").finished
+    dist.barrier()  # rank 0 has written the last checkpoint
     assert losses(folder / "stopped") == losses(folder / "whole")
     models = [load_model(folder / name, "last")[0] for name in ("whole", "stopped")]
     whole, stopped = (model.state_dict() for model in models)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -344,11 +343,12 @@ class AttentionInputs:
         if len(lens) == 1:
             return [self]
         packings = [None] * len(lens) if self.packing is None else self.packing.split(lens)
-        starts = accumulate(lens, initial=0)
-        return [
-            replace(self._map(lambda x, dim: x.narrow(dim, start, n)), packing=packing)  # noqa: B023
-            for start, n, packing in zip(starts, lens, packings, strict=False)
-        ]
+        segments, start = [], 0
+        for n, packing in zip(lens, packings, strict=True):
+            segment = self._map(lambda x, dim, at=start, n=n: x.narrow(dim, at, n))  # type: ignore[misc]
+            segments.append(replace(segment, packing=packing))
+            start += n
+        return segments
 
     def padded(self, seq_len: int) -> AttentionInputs:
         """Return the same segment with zeros at the end, up to seq_len tokens."""

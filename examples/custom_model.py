@@ -63,9 +63,9 @@ model = ByteModel()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 for step in range(1, STEPS + 1):
     starts = torch.randint(len(text) - SEQ_LEN, (BATCH_SIZE, 1))
-    window = text[starts + torch.arange(SEQ_LEN + 1)]
-    logits, outputs = model(window[:, :-1])
-    loss = F.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
+    chunk = text[starts + torch.arange(SEQ_LEN + 1)]
+    logits, outputs = model(chunk[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten())
     (loss + COMMIT_COEF * sum(output.commit_loss for output in outputs)).backward()
     optimizer.step()
     optimizer.zero_grad()

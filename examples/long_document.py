@@ -41,9 +41,9 @@ def train_briefly(text: list[int], steps: int = 30, seq_len: int = 128) -> Trans
     model, tokens = TransformerVQ(config), torch.tensor(text)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(steps):
-        window = tokens[torch.randint(len(text) - seq_len, (4, 1)) + torch.arange(seq_len + 1)]
-        output = model(window[:, :-1])
-        loss = F.cross_entropy(output.logits.flatten(0, 1), window[:, 1:].flatten())
+        chunk = tokens[torch.randint(len(text) - seq_len, (4, 1)) + torch.arange(seq_len + 1)]
+        output = model(chunk[:, :-1])
+        loss = F.cross_entropy(output.logits.flatten(0, 1), chunk[:, 1:].flatten())
         (loss + config.commit_coef * output.commit_loss).backward()
         optimizer.step()
         optimizer.zero_grad()

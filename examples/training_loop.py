@@ -1,9 +1,9 @@
 """Train TransformerVQ with your own loop: truncated BPTT over long sequences.
 
 The text is a part of Python's standard library. It is cut into parallel streams, one per row of the
-batch. Each step trains on the next window of every stream. The state carries the context from one
-window to the next, and `state.detach()` stops the gradient between them. Codebooks are updated once
-per optimizer step. The evaluation reads a held-out module window by window, in constant memory.
+batch. Each step trains on the next span of every stream. The state carries the context from one
+span to the next, and `state.detach()` stops the gradient between them. Codebooks are updated once
+per optimizer step. The evaluation reads a held-out module span by span, in constant memory.
 
 Run:     python examples/training_loop.py
 Prints:  the training loss, and bits per byte of the held-out module before and after training
@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from transformer_vq import ModelConfig, TransformerVQ
 
-STEPS, BATCH_SIZE, WINDOW = 60, 4, 128
+STEPS, BATCH_SIZE, SPAN = 60, 4, 128
 TRAINING_MODULES, HELD_OUT = (argparse, ast, configparser, inspect), bisect
 
 
@@ -36,11 +36,11 @@ def bits_per_byte(model: TransformerVQ, tokens: torch.Tensor) -> float:
     """Return the mean loss of all tokens after the first one, in bits."""
     model.eval()
     state, nats = None, 0.0
-    for start in range(0, len(tokens) - 1, WINDOW):
-        window = tokens[start : start + WINDOW + 1][None]
-        output = model(window[:, :-1], state)
+    for start in range(0, len(tokens) - 1, SPAN):
+        span = tokens[start : start + SPAN + 1][None]
+        output = model(span[:, :-1], state)
         state = output.state
-        nats += F.cross_entropy(output.logits[0], window[0, 1:], reduction="sum").item()
+        nats += F.cross_entropy(output.logits[0], span[0, 1:], reduction="sum").item()
     model.train()
     return nats / math.log(2) / (len(tokens) - 1)
 
@@ -56,17 +56,17 @@ stream_len = len(training) // BATCH_SIZE
 streams = training[: BATCH_SIZE * stream_len].view(BATCH_SIZE, stream_len)
 state, start = None, 0
 for step in range(1, STEPS + 1):
-    if start + WINDOW + 1 > stream_len:  # the end of the streams: start again, with an empty state
+    if start + SPAN + 1 > stream_len:  # the end of the streams: start again, with an empty state
         state, start = None, 0
-    window = streams[:, start : start + WINDOW + 1]
-    output = model(window[:, :-1], state)
-    loss = F.cross_entropy(output.logits.flatten(0, 1), window[:, 1:].flatten())
+    span = streams[:, start : start + SPAN + 1]
+    output = model(span[:, :-1], state)
+    loss = F.cross_entropy(output.logits.flatten(0, 1), span[:, 1:].flatten())
     (loss + config.commit_coef * output.commit_loss).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
     model.update_codebooks(output.code_usage)
-    state, start = output.state.detach(), start + WINDOW
+    state, start = output.state.detach(), start + SPAN
     if step % 20 == 0:
         print(f"step {step}: training loss {loss.item() / math.log(2):.3f} bits per byte")
 

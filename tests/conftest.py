@@ -20,7 +20,7 @@ MAX_WORKERS = 8  # each one needs about 1 GB
 
 # Files whose tests start several processes: one worker runs all of them, one after the other.
 SEVERAL_PROCESSES = {
-    *("test_accelerate.py", "test_compiled_worlds.py", "test_elastic.py", "test_worlds.py"),
+    *("test_accelerate.py", "test_elastic.py", "test_worlds.py"),
 }
 # Files whose tests share something expensive, so that one worker runs all tests of the file.
 SHARED_SETUP = {

@@ -117,6 +117,7 @@ def test_context_parallel_runs_without_torchrun(run):
     assert last < first
 
 
+@pytest.mark.slow
 def test_official_weights_without_a_file(run):
     output = run("official_weights.py")
     assert "shga, 2 layers of width 64, 64 codes" in output

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from transformer_vq.ops.blockwise import vq_attention
     from transformer_vq.ops.encoder import encoder_attention
     from transformer_vq.ops.packing import document_ids_from_starts
-    from transformer_vq.ops.runtime import Execution
     from transformer_vq.ops.state import AttentionState, FullState, VQState
     from transformer_vq.presets import PRESETS
     from transformer_vq.progress import Reporter, TerminalReporter
@@ -66,7 +65,6 @@ _MODULES = {
     "nn.quantizer": "CodeUsage CodebookHealth VectorQuantizer",
     "ops.blockwise": "vq_attention",
     "ops.encoder": "encoder_attention",
-    "ops.runtime": "Execution",
     "ops.packing": "document_ids_from_starts",
     "ops.state": "AttentionState FullState VQState",
     "presets": "PRESETS",
@@ -88,7 +86,6 @@ __all__ = [  # noqa: RUF022
     "Corpus",
     "DataConfig",
     "Evaluation",
-    "Execution",
     "FullAttention",
     "FullState",
     "Inspection",

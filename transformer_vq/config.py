@@ -170,27 +170,6 @@ class Heads:
     def n_group(self) -> int:
         return self.n_head // self.n_kv_head
 
-    @property
-    def sharded(self) -> Literal["heads", "query heads", "value columns"]:
-        """What tensor parallelism shards: the first of the three that there are several of."""
-        if self.n_kv_head > 1:
-            return "heads"
-        return "query heads" if self.n_head > 1 else "value columns"
-
-    def shard(self, n: int) -> Heads:
-        """The geometry of one of n ranks; raises UserError if n does not divide it."""
-        what = self.sharded
-        width = {"heads": self.n_kv_head, "query heads": self.n_head, "value columns": self.d_v}
-        if width[what] % n:
-            raise UserError(
-                f"parallel.tp={n}: does not divide the {width[what]} {what} of this model; choose "
-                "a divisor"
-            )
-        if what == "value columns":
-            return replace(self, d_v=self.d_v // n)
-        n_kv_head = self.n_kv_head // n if what == "heads" else 1
-        return replace(self, n_head=self.n_head // n, n_kv_head=n_kv_head)
-
 
 @dataclass(frozen=True)
 class ModelConfig(_AttentionFields):

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
 from torch import Tensor
-from torch._C import DispatchKey
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,7 +27,6 @@ from transformer_vq.ops import runtime
 
 NAME = "fake"
 PACKAGE = transformer_vq.__file__.removesuffix("__init__.py")
-BF16_OPERATORS = ("mm", "bmm", "addmm", "baddbmm", "linear", "matmul")
 
 
 class _Backend(backend_registration._DummyBackendModule):
@@ -43,33 +41,13 @@ class _Backend(backend_registration._DummyBackendModule):
 
 
 def _register() -> torch.device:
-    """Register the device, with autocast to bf16 for its matrix products."""
+    """Register the device."""
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Backend())
     fake_tensor._is_privateuse1_backend_available = lambda: False
-    _FALLBACK.fallback(torch.library.fallthrough_kernel)
-    for name in BF16_OPERATORS:
-        _LIBRARY.impl(name, _in_bf16(getattr(torch.ops.aten, name)))
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(x, device=...) copies from the host
     devices.PINNED.add(NAME)
     runtime.ASSERTING.add(NAME)
     return torch.device(NAME, 0)
-
-
-_LIBRARY = torch.library.Library("aten", "IMPL", "AutocastPrivateUse1")
-_FALLBACK = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
-
-
-def _in_bf16(operator: Any) -> Any:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        def cast(x: Any) -> Any:
-            return x.bfloat16() if isinstance(x, Tensor) and x.dtype == torch.float32 else x
-
-        with torch._C._ExcludeDispatchKeyGuard(
-            torch._C.DispatchKeySet(DispatchKey.AutocastPrivateUse1)
-        ):
-            return operator(*map(cast, args), **kwargs)
-
-    return call
 
 
 DEVICE = _register()

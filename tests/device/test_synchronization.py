@@ -2,7 +2,7 @@
 
 No GPU is needed. `scenarios.py` runs the package on a fake device (`fake_device.py`), which records
 what would make the host wait: reading a value, and copies that are not queued. It also fails where
-tensors of two devices meet, and where a shape depends on values. The device cannot show waits
+tensors of two devices meet, or a shape depends on values. The device cannot show waits
 inside CUDA libraries, races between copies and kernels, or anything about speed; nor does it cover
 several processes and the adapters for transformers.
 """
@@ -17,15 +17,14 @@ import pytest
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 TRAINING = (
     "train with AdamW, padding",
-    "train with Adafactor, bf16, documents, accumulation, MQA",
-    "train with Muon, activation checkpointing, MHA",
+    "train with Adafactor, documents, accumulation, checkpointing, MQA",
     "train full attention, documents",
 )
-EVALUATION = ("evaluate windows", "evaluate streams", "evaluate full attention")
+EVALUATION = ("evaluate windows", "evaluate streams")
 DECODING = ("decode", "decode full attention", "sample")
 # Each allowed wait with its reason. Training steps have none.
 LOGGING_WAITS = {
-    "training/unread.py:check_losses, read": "a logged step reads the losses since the last one",
+    "training/step.py:check_losses, read": "a logged step reads the losses since the last one",
     "device.py:tolist, event": "codebook health, queued before the losses: no second wait",
 }
 EVALUATION_WAITS = {"evaluation.py:score, read": "the totals, once at the end"}
@@ -74,12 +73,6 @@ def test_copying_a_batch_from_ordinary_memory_is_detected(results):
     assert wait.endswith(", copy from the host")
 
 
-@pytest.mark.parametrize(
-    ("scenario", "error"),
-    [
-        ("device dropped", "has tensors of the host and of the device"),
-        ("dynamic shape", "DynamicOutputShapeException"),
-    ],
-)
-def test_mixed_devices_and_dynamic_shapes_are_detected(results, scenario, error):
-    assert error in results[scenario]["error"]
+def test_mixed_devices_are_detected(results):
+    error = results["device dropped"]["error"]
+    assert "has tensors of the host and of the device" in error

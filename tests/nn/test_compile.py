@@ -69,7 +69,8 @@ def test_training_with_every_dropout_compiles_without_graph_breaks():
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("head_type", ["shga", slow("mha")])
+@pytest.mark.slow
+@pytest.mark.parametrize("head_type", ["shga", "mha"])
 def test_decoding_compiles_once_and_computes_the_same(head_type):
     model = TransformerVQ(tiny_config(n_layer=1, head_type=head_type)).eval()
     x = torch.randint(model.config.vocab_size, (2, 20))
@@ -86,7 +87,7 @@ def test_decoding_compiles_once_and_computes_the_same(head_type):
                 assert_close("logits", output.logits[:, 0], want[:, t])
 
 
-@pytest.mark.parametrize("head_type", ["shga", "mha"])
+@pytest.mark.parametrize("head_type", ["shga", slow("mha")])
 def test_decoding_in_place_compiles_once_and_computes_the_same(head_type):
     model = TransformerVQ(tiny_config(n_layer=1, head_type=head_type)).eval()
     x = torch.randint(model.config.vocab_size, (2, 20))

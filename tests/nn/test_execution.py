@@ -18,11 +18,11 @@ TABLE = [
 ]
 
 
-def results(execution, **overrides):
+def results(**overrides):
     """Return all outputs and gradients of two segments of documents, in float64."""
     torch.manual_seed(0)
     config = tiny_config(n_layer=1, p_dropsin=0.0, **overrides)
-    model = TransformerVQ(config, execution=execution).double()
+    model = TransformerVQ(config).double()
     tokens, ids = torch.randint(config.vocab_size, (2, 2, 23)), torch.zeros(2, 23).long()
     ids[:, 9:] = 1
     first = model(tokens[0], document_ids=ids)
@@ -36,20 +36,13 @@ def results(execution, **overrides):
 
 
 @pytest.mark.parametrize("head_type", ["shga", "mqa"])
-def test_every_execution_has_the_same_results_and_gradients(head_type):
-    want = results(None, head_type=head_type)
+def test_every_execution_has_the_same_results_and_gradients(head_type, monkeypatch):
+    want = results(head_type=head_type)
     for execution in TABLE:
-        got = results(execution, head_type=head_type)
+        monkeypatch.setitem(EXECUTIONS, "cpu", execution)
+        got = results(head_type=head_type)
         for name, x in want.items():
             assert_close(f"{execution}: {name}", got[name], x)
-
-
-def test_set_execution_overrides_the_device():
-    model = TransformerVQ(tiny_config())
-    tiny = Execution(1, None, compile=False)
-    model.set_execution(execution=tiny)
-    assert {branch.execution for branch in model.branches} == {tiny}
-    assert model.branches[0].segment_len(2, 40, torch.device("cuda")) == model.config.block_len
 
 
 @pytest.mark.parametrize("attention", ["vq", "full"])

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.cache import block_stats
-from transformer_vq.ops.quadratic import distance_bias
+from transformer_vq.ops.encoder import encoder_attention
+from transformer_vq.ops.quadratic import distance_bias, quadratic_attention
+from transformer_vq.ops.state import FullState, VQState
 
 REDUCTIONS = ["auto", "serial", "matmul", "associative", "input_scan"]
 HEADS = {"shga": (1, 1), "mqa": (1, 3), "mha": (3, 1)}
@@ -193,3 +195,49 @@ def test_a_new_sequence_needs_no_state():
     assert state.k.shape[-2] == window_len
     _, state = vq_attention(q, k_hat, z, v, codebook, block_len=5)
     assert state.k.shape[-2] == 5
+
+
+@pytest.mark.parametrize("wrong", ["k_hat", "z", "v", "by_distance"])
+def test_attention_rejects_arguments_of_another_length(wrong):
+    inputs = attention_inputs(9)
+    value = getattr(inputs, wrong)
+    setattr(inputs, wrong, value[..., :-1] if wrong == "z" else value[..., :-1, :])
+    with pytest.raises(ValueError, match=f"{wrong} has shape"):
+        vq_attention(*inputs.part(0, 9), inputs.empty_state())
+
+
+def test_attention_rejects_states_and_biases_of_another_shape():
+    inputs = attention_inputs(9)
+    with pytest.raises(ValueError, match="state_keys has shape"):
+        vq_attention(*inputs.part(0, 9), attention_inputs(9, b=3).empty_state())
+    with pytest.raises(ValueError, match="by_distance has 5 distances, want 6"):
+        vq_attention(*inputs.part(0, 9), attention_inputs(9, block_len=5).empty_state())
+
+
+def test_the_other_ops_reject_wrong_shapes():
+    inputs = attention_inputs(9)
+    with pytest.raises(ValueError, match="z has shape"):
+        encoder_attention(inputs.q, inputs.z[0], inputs.v, inputs.codebook)
+    with pytest.raises(ValueError, match="v has shape"):
+        quadratic_attention(inputs.q, inputs.k_hat, inputs.v[:, :, 1:])
+
+
+def test_bytes_are_those_of_all_tensors():
+    state = VQState.empty(2, 3, 4, 5, 6, 7, dtype=torch.float32)
+    window = 2 * 3 * 4 * (5 + 6) * 4 + 2 * 3 * 4 * 8
+    assert state.n_bytes == window + 2 * 8 + 2 * 3 * 7 * (6 * 4 + 8)
+
+
+def test_all_tensors_of_a_state_move_to_a_device():
+    inputs = attention_inputs(9)
+    _, state = vq_attention(*inputs.part(0, 9), inputs.empty_state())
+    moved = state.to("meta")
+    assert moved.v.is_meta
+    assert moved.cache.mean.is_meta
+    assert moved.n_bytes == state.n_bytes
+
+
+def test_slots_fill_from_the_newest_end():
+    state = FullState(torch.zeros(3, 1, 4, 2), torch.zeros(3, 1, 4, 2), torch.tensor([0, 3, 9]))
+    want = [[False] * 4, [False, True, True, True], [True] * 4]
+    assert state.window_valid.tolist() == want

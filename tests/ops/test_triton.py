@@ -1,7 +1,6 @@
 """The Triton kernels, in the interpreter, and the errors where they cannot run.
 
-TRITON_INTERPRET is read when a kernel is defined, so the modules `interpreted_*.py` run in
-subprocesses.
+TRITON_INTERPRET is read when a kernel is defined, so `interpreted_kernels.py` runs in a subprocess.
 """
 
 import os
@@ -17,23 +16,15 @@ from transformer_vq.errors import MissingExtraError, UserError
 from transformer_vq.ops.blockwise import vq_attention
 
 FOLDER = Path(__file__).parent
-MODULES = sorted(path.name for path in FOLDER.glob("interpreted_*.py"))
 
 
-# Whole models are put together from kernels that the other modules test.
-SLOW_MODULES = {"interpreted_model.py"}
-
-
-@pytest.mark.parametrize(
-    "module",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW_MODULES)) for name in MODULES],
-)
-def test_kernels_equal_their_references_in_the_interpreter(module):
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_equal_their_references_in_the_interpreter(cases):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")}
     environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    pytest_options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = ["-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", cases]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *pytest_options, str(FOLDER / module)],
+        [sys.executable, "-m", "pytest", *options, str(FOLDER / "interpreted_kernels.py")],
         cwd=FOLDER.parent.parent,
         env=environment,
         capture_output=True,

@@ -31,8 +31,8 @@ def run_config(model=None, optim=None, **train):
     )
 
 
-def windows(config, n, documents=False, padding=False):
-    """Return the windows of n steps: random tokens, optionally with documents and padding."""
+def spans(config, n, documents=False, padding=False):
+    """Return the spans of n steps: random tokens, optionally with documents and padding."""
     generator = torch.Generator().manual_seed(1)
     train = config.train
     batches = []
@@ -64,8 +64,8 @@ def make_trainer(config, mesh=None, dtype=torch.float64):
 
 
 def take_step(trainer, batch, step):
-    n_windows = trainer.config.train.seq_len // trainer.config.train.backprop_len
-    return trainer.step(batch, step, begins=step % n_windows == 0)
+    n_spans = trainer.config.train.seq_len // trainer.config.train.backprop_len
+    return trainer.step(batch, step, begins=step % n_spans == 0)
 
 
 def full(x):
@@ -102,7 +102,7 @@ def assert_same_as_one_process(config, mesh, dtype=torch.float64, **kind):
     if dtype == torch.float32:  # a large eps keeps Adam from amplifying rounding errors
         config, tolerance = replace(config, optim=replace(config.optim, eps=1e-3)), 1e-5
     one, many = make_trainer(config, None, dtype), make_trainer(config, mesh, dtype)
-    for step, batch in enumerate(windows(config, 3, **kind)):
+    for step, batch in enumerate(spans(config, 3, **kind)):
         want, got = take_step(one, batch, step), take_step(many, batch, step)
         for name in ("nats_per_token", "commit_loss", "grad_norm", "tokens"):
             a, b = getattr(got, name), getattr(want, name)
@@ -110,105 +110,85 @@ def assert_same_as_one_process(config, mesh, dtype=torch.float64, **kind):
     assert_same(one, many, tolerance)
 
 
-@for_worlds(2)
-def check_data_parallel_equals_one_process(folder):
-    assert_same_as_one_process(
-        run_config(accumulate=2), ParallelConfig(), documents=True, padding=True
-    )
-    assert_same_as_one_process(run_config(optim={"optimizer": "adafactor"}), ParallelConfig(dp=2))
-    assert_same_as_one_process(run_config(), ParallelConfig(), torch.float32)
+RAGGED = {"documents": True, "padding": True}
+WIDE = {"d_model": 128, "vocab_size": 130}  # wide enough for factored moments
+ADAFACTOR = {"optimizer": "adafactor", "grad_clip": None}
+REVIVING = {"codebook_init": "keys", "revive_below": 0.1}
+DP, CP, FSDP, TP = (ParallelConfig(**{axis: 2}) for axis in ("dp", "cp", "fsdp", "tp"))
 
 
-@for_worlds(4, slow=True)
-def check_data_parallel_on_four_ranks_equals_one_process(folder):
-    assert_same_as_one_process(run_config(model={"head_type": "mha"}), ParallelConfig())
-
-
-@for_worlds(2)
-def check_context_parallel_equals_one_process(folder):
-    mesh = ParallelConfig(cp=2)
-    assert_same_as_one_process(run_config(), mesh)
-    assert_same_as_one_process(run_config(checkpoint_activations=True), mesh, documents=True)
-    assert_same_as_one_process(run_config(accumulate=2), mesh, documents=True, padding=True)
-    assert_same_as_one_process(run_config({"head_type": "mqa"}), mesh)
-    assert_same_as_one_process(run_config({"absolute_positions": True}), mesh, padding=True)
-    assert_same_as_one_process(run_config({"grad_through_cache": False}), mesh)
-    assert_same_as_one_process(run_config({"compressive_cache": False}), mesh)
-    assert_same_as_one_process(run_config(), mesh, torch.float32)
-
-
-@for_worlds(4, slow=True)
-def check_context_parallel_on_four_ranks_equals_one_process(folder):
-    mesh = ParallelConfig(cp=4)
-    assert_same_as_one_process(run_config(), mesh, documents=True)
-    assert_same_as_one_process(run_config({"head_type": "mha"}), mesh)
-
-
-@for_worlds(4, slow=True)
-def check_data_with_context_parallel_equals_one_process(folder):
-    assert_same_as_one_process(
-        run_config(), ParallelConfig(dp=2, cp=2), documents=True, padding=True
-    )
+@for_worlds(2, slow=False)
+def check_every_axis_equals_one_process(folder):
+    same = assert_same_as_one_process
+    same(run_config(REVIVING, accumulate=2), DP, **RAGGED)
+    same(run_config(REVIVING, checkpoint_activations=True), CP, **RAGGED)
+    same(run_config(accumulate=2, checkpoint_activations=True), FSDP, documents=True)
+    for head_type in ("shga", "gqa"):
+        same(run_config({"head_type": head_type} | REVIVING), TP)
 
 
 @for_worlds(2)
-def check_fsdp_equals_one_process(folder):
-    mesh = ParallelConfig(fsdp=2)
-    assert_same_as_one_process(
-        run_config(accumulate=2, checkpoint_activations=True), mesh, documents=True
-    )
-    assert_same_as_one_process(run_config({"head_type": "mqa", "absolute_positions": True}), mesh)
-    wide = {"d_model": 128, "n_layer": 1, "tie_embeddings": True, "vocab_size": 130}
-    assert_same_as_one_process(
-        run_config(wide, {"optimizer": "adafactor", "grad_clip": None}), mesh
-    )
-    assert_same_as_one_process(run_config(), mesh, torch.float32)
+def check_options_of_every_axis_equal_one_process(folder):
+    same = assert_same_as_one_process
+    same(run_config(optim={"optimizer": "adafactor"}), DP)
+    same(run_config(), CP)
+    same(run_config(accumulate=2), CP, **RAGGED)
+    same(run_config({"head_type": "mqa"}), CP)
+    same(run_config({"absolute_positions": True}), CP, padding=True)
+    same(run_config({"grad_through_cache": False}), CP)
+    same(run_config({"compressive_cache": False}), CP)
+    same(run_config({"head_type": "mqa", "absolute_positions": True}), FSDP)
+    same(run_config(WIDE | {"tie_embeddings": True}, ADAFACTOR), FSDP)
+    same(run_config(WIDE | {"d_k": 64}, ADAFACTOR), TP)
+    same(run_config({"attention": "full"}), TP)
+    for head_type in ("mqa", "mha"):
+        same(run_config({"head_type": head_type}), TP)
+    same(run_config(REVIVING, accumulate=2), FSDP, documents=True)
 
 
-@for_worlds(2, slow=True)
-def check_muon_on_every_mesh_equals_one_process(folder):
-    for mesh in (ParallelConfig(dp=2), ParallelConfig(fsdp=2), ParallelConfig(tp=2)):
+@for_worlds(2)
+def check_float32_and_muon_equal_one_process(folder):
+    for mesh in (DP, CP, FSDP, TP):
+        assert_same_as_one_process(run_config(), mesh, torch.float32)
+    for mesh in (DP, FSDP, TP):
         assert_same_as_one_process(run_config(optim={"optimizer": "muon"}), mesh)
 
 
-@for_worlds(4, slow=True)
-def check_fsdp_with_data_or_context_parallel_equals_one_process(folder):
-    assert_same_as_one_process(run_config(), ParallelConfig(dp=2, fsdp=2))
-    assert_same_as_one_process(run_config(), ParallelConfig(fsdp=2, cp=2), documents=True)
+@for_worlds(4)
+def check_four_ranks_equal_one_process(folder):
+    same = assert_same_as_one_process
+    same(run_config(model={"head_type": "mha"}), ParallelConfig(dp=4))
+    same(run_config(), ParallelConfig(cp=4), documents=True)
+    same(run_config({"head_type": "mha"}), ParallelConfig(cp=4))
+    for mesh in (ParallelConfig(dp=4), ParallelConfig(dp=2, cp=2), ParallelConfig(cp=4)):
+        same(run_config(REVIVING), mesh)
+
+
+@for_worlds(4)
+def check_two_axes_equal_one_process(folder):
+    same = assert_same_as_one_process
+    same(run_config(), ParallelConfig(dp=2, cp=2), **RAGGED)
+    same(run_config(), ParallelConfig(dp=2, fsdp=2))
+    same(run_config(), ParallelConfig(fsdp=2, cp=2), documents=True)
+    same(run_config(), ParallelConfig(dp=2, tp=2), documents=True)
+    same(run_config({"head_type": "mha"}), ParallelConfig(dp=2, tp=2))
+    same(run_config(), ParallelConfig(cp=2, tp=2))
 
 
 @for_worlds(2)
-def check_tensor_parallel_equals_one_process(folder):
-    for head_type in ("shga", "mqa", "mha", "gqa"):
-        assert_same_as_one_process(run_config({"head_type": head_type}), ParallelConfig(tp=2))
-    wide = {"d_model": 128, "n_layer": 1, "d_k": 64}
-    adafactor = {"optimizer": "adafactor", "grad_clip": None}
-    assert_same_as_one_process(run_config(wide, adafactor), ParallelConfig(tp=2))
-    assert_same_as_one_process(run_config({"attention": "full"}), ParallelConfig(tp=2))
-    assert_same_as_one_process(run_config(), ParallelConfig(tp=2), torch.float32)
-
-
-@for_worlds(4, slow=True)
-def check_tensor_with_data_or_context_parallel_equals_one_process(folder):
-    assert_same_as_one_process(run_config(), ParallelConfig(dp=2, tp=2), documents=True)
-    assert_same_as_one_process(run_config({"head_type": "mha"}), ParallelConfig(dp=2, tp=2))
-    assert_same_as_one_process(run_config(), ParallelConfig(cp=2, tp=2))
-
-
-@for_worlds(2, slow=True)
 def check_the_average_of_the_weights_equals_that_of_one_process(folder):
     config = run_config({"absolute_positions": True}, accumulate=2, weight_average=0.7)
-    for mesh in (ParallelConfig(dp=2), ParallelConfig(fsdp=2), ParallelConfig(tp=2)):
+    for mesh in (DP, FSDP, TP):
         assert_same_as_one_process(config, mesh)
 
 
-@for_worlds(2, slow=True)
+@for_worlds(2)
 def check_averaged_weights_do_not_stay_in_the_model(folder):
     """FSDP keeps gathered parameters after a pass without gradients."""
     config = run_config(weight_average=0.7)
-    for mesh in (ParallelConfig(dp=2), ParallelConfig(fsdp=2), ParallelConfig(tp=2)):
+    for mesh in (DP, FSDP, TP):
         one, many = make_trainer(config), make_trainer(config, mesh)
-        for step, batch in enumerate(windows(config, 3)):
+        for step, batch in enumerate(spans(config, 3)):
             take_step(one, batch, step)
             take_step(many, batch, step)
             with many.averaged_model() as model, torch.no_grad():
@@ -216,14 +196,14 @@ def check_averaged_weights_do_not_stay_in_the_model(folder):
         assert_same(one, many)
 
 
-@for_worlds(2, slow=True)
+@for_worlds(2)
 def check_sizes_predicts_the_optimizer_memory_of_a_rank(folder):
-    for mesh in (ParallelConfig(fsdp=2), ParallelConfig(tp=2), ParallelConfig(dp=2)):
+    for mesh in (FSDP, TP, DP):
         for head_type in ("shga", "mha"):
             even = {"head_type": head_type, "vocab_size": 18}  # shards of the same size
             config = replace(run_config(even), parallel=mesh)
             many = make_trainer(config, mesh, torch.float32)
-            take_step(many, windows(config, 1)[0], 0)
+            take_step(many, spans(config, 1)[0], 0)
             got = sum(local(p).numel() for p in many.strategy.parameters.values())
             moments = [x for s in many.optimizer.state.values() for x in s.values() if x.ndim]
             assert sum(local(x).numel() for x in moments) == 2 * got
@@ -236,13 +216,13 @@ def local(x):
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-@for_worlds(4, slow=True)
+@for_worlds(4)
 def check_bytes_sent_do_not_depend_on_the_sequence_length(folder):
     sent = []
     for seq_len in (64, 512):
         config = run_config(seq_len=seq_len, backprop_len=seq_len, batch_size=1)
         many = make_trainer(config, ParallelConfig(cp=4), torch.float32)
-        take_step(many, windows(config, 1)[0], 0)
+        take_step(many, spans(config, 1)[0], 0)
         exchange = many.model.branches[1].exchange
         sent.append(exchange.sent)
     # The window has 4 tokens with keys of 8, values of 32 and a code each. The cache has means of 7
@@ -254,12 +234,12 @@ def check_bytes_sent_do_not_depend_on_the_sequence_length(folder):
     assert sent == [sum(up) + sum(down)] * 2, (sent, up, down)
 
 
-@for_worlds(4, slow=True)
+@for_worlds(4)
 def check_ranks_share_dropout_masks_of_shared_sequences(folder):
     """LayerDrop differs by sequence and residual dropout by token; sinusoid masks are the same."""
     config = run_config({"p_dropsin": 0.5, "p_droplyr": 0.5, "p_dropres": 0.5})
     many = make_trainer(config, ParallelConfig(dp=2, cp=2))
-    for step, batch in enumerate(windows(config, 2)):
+    for step, batch in enumerate(spans(config, 2)):
         take_step(many, batch, step)
         state = many.carried[0]
         rows = [torch.empty_like(state.branch_keep) for _ in range(4)]
@@ -278,29 +258,11 @@ def check_ranks_share_dropout_masks_of_shared_sequences(folder):
     assert len({tuple(x.tolist()) for x in streams}) == 4
 
 
-REVIVING = {"codebook_init": "keys", "revive_below": 0.1}
-
-
-@for_worlds(2)
-def check_codes_from_keys_equal_those_of_one_process(folder):
-    for mesh in (ParallelConfig(dp=2), ParallelConfig(cp=2), ParallelConfig(fsdp=2)):
-        assert_same_as_one_process(run_config(REVIVING, accumulate=2), mesh, documents=True)
-    assert_same_as_one_process(run_config(REVIVING), ParallelConfig(dp=2), padding=True)
-    heads = {"head_type": "mha", **REVIVING}
-    assert_same_as_one_process(run_config(heads), ParallelConfig(tp=2))
-
-
-@for_worlds(4, slow=True)
-def check_codes_from_keys_on_four_ranks_equal_those_of_one_process(folder):
-    for mesh in (ParallelConfig(dp=4), ParallelConfig(dp=2, cp=2), ParallelConfig(cp=4)):
-        assert_same_as_one_process(run_config(REVIVING), mesh)
-
-
-@for_worlds(2)
+@for_worlds(2, slow=False)
 def check_padding_never_becomes_a_code(folder):
     """One rank has only padding, so all codes come from the keys of the other."""
     config = run_config(REVIVING, batch_size=2)
-    (batch,) = windows(config, 1)
+    (batch,) = spans(config, 1)
     empty = torch.tensor([[False], [True]]).expand_as(batch.tokens)
     one, many = make_trainer(config), make_trainer(config, ParallelConfig(dp=2))
     for trainer in (one, many):
@@ -311,9 +273,9 @@ def check_padding_never_becomes_a_code(folder):
 @for_worlds(2)
 def check_bf16_losses_stay_close_to_float32(folder):
     plain = make_trainer(run_config(), None, torch.float32)
-    batches = windows(run_config(), 3)
+    batches = spans(run_config(), 3)
     want = [take_step(plain, batch, i).nats_per_token for i, batch in enumerate(batches)]
-    for mesh in (ParallelConfig(fsdp=2), ParallelConfig(tp=2), ParallelConfig(cp=2)):
+    for mesh in (FSDP, TP, CP):
         many = make_trainer(run_config(precision="bf16"), mesh, torch.float32)
         got = [take_step(many, batch, i).nats_per_token for i, batch in enumerate(batches)]
         assert all(abs(a - b) < 0.03 * b for a, b in zip(got, want, strict=True)), (got, want)
@@ -354,10 +316,10 @@ def write_data(folder):
     dist.barrier()
 
 
-@for_worlds(2, slow=True)
+@for_worlds(2)
 def check_a_signal_to_one_rank_stops_all_and_resuming_is_exact(folder):
     write_data(folder)
-    for mesh in (ParallelConfig(dp=2), ParallelConfig(cp=2)):
+    for mesh in (DP, CP):
         config = tiny_run(folder, model={"p_droplyr": 0.3})  # all kinds of dropout, code revival
         config = replace(config, parallel=mesh)
         uninterrupted = folder / f"uninterrupted-{mesh.cp}"
@@ -370,7 +332,7 @@ def check_a_signal_to_one_rank_stops_all_and_resuming_is_exact(folder):
         assert len(losses(uninterrupted)) == 13
 
 
-@for_worlds(2, slow=True)
+@for_worlds(2)
 def check_an_extended_run_equals_the_longer_run(folder):
     write_data(folder)
     wsd = {"model": {"n_layer": 1}, "optim": {"schedule": "wsd", "decay_share": 0.5}}
@@ -382,7 +344,7 @@ def check_an_extended_run_equals_the_longer_run(folder):
     assert losses(folder / "extended") == losses(folder / "long")
 
 
-@for_worlds(2, slow=True)
+@for_worlds(2)
 def check_a_run_resumes_on_other_meshes(folder):
     """Leave a run for test_worlds.py, where a single process resumes it."""
     write_data(folder)

@@ -1,4 +1,4 @@
-"""Checks of compiled training that every rank of a world runs; see test_compiled_worlds.py.
+"""Checks of compiled training that every rank of a world runs; see test_worlds.py.
 
 The backend "aot_eager" traces forward and backward as the default one does, without a C++ compiler.
 """
@@ -9,13 +9,22 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from checks import assert_same, make_trainer, run_config, stop_after, take_step, tiny, windows
+from checks import (
+    assert_same,
+    make_trainer,
+    run_config,
+    spans,
+    stop_after,
+    take_step,
+    tiny,
+    write_data,
+)
 from helpers import losses, tiny_run
 from torch._dynamo.testing import CompileCounterWithBackend
 from worlds import for_worlds
 
 from transformer_vq.config import ParallelConfig
-from transformer_vq.parallel import compilation
+from transformer_vq.parallel import strategy
 from transformer_vq.training.checkpoint import load_model
 from transformer_vq.training.run import resume, train
 
@@ -25,8 +34,8 @@ def start_compiler():
     torch.compiler.reset()
     # PyTorch hides this warning of its compiler, but tests turn warnings into errors before.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
-    compilation.BACKEND = CompileCounterWithBackend("aot_eager")
-    return compilation.BACKEND
+    strategy.COMPILER = CompileCounterWithBackend("aot_eager")
+    return strategy.COMPILER
 
 
 def compiled(config):
@@ -37,7 +46,7 @@ def assert_same_as_eager(config, mesh, n_graphs, n_steps=3):
     """Compare some steps of a compiled trainer with those of an eager one, in float64."""
     counter = start_compiler()
     eager, graph = make_trainer(config, mesh), make_trainer(compiled(config), mesh)
-    for step, batch in enumerate(windows(config, n_steps)):
+    for step, batch in enumerate(spans(config, n_steps)):
         want, got = take_step(eager, batch, step), take_step(graph, batch, step)
         for name in ("nats_per_token", "commit_loss", "grad_norm", "tokens"):
             a, b = getattr(got, name), getattr(want, name)
@@ -48,60 +57,41 @@ def assert_same_as_eager(config, mesh, n_graphs, n_steps=3):
     assert counter.frame_count == n_graphs, counter.frame_count
 
 
-@for_worlds(2, slow=True)
-def check_compiled_data_parallel_equals_eager(folder):
-    assert_same_as_eager(run_config({"n_layer": 2}), ParallelConfig(dp=2), 1)
-
-
-@for_worlds(2, slow=True)
-def check_compiled_data_parallel_with_checkpointing_equals_eager(folder):
-    """Micro-batches have two rows: those of a single row need a second graph for other strides."""
+@for_worlds(2)
+def check_compiled_training_equals_eager(folder):
+    two_layers = run_config({"n_layer": 2})
+    assert_same_as_eager(two_layers, ParallelConfig(dp=2), 1)
+    assert_same_as_eager(two_layers, ParallelConfig(fsdp=2), 1)
+    # Messages to other ranks interrupt the graph of a branch.
+    assert_same_as_eager(run_config(), ParallelConfig(tp=2), 3, 2)
+    assert_same_as_eager(run_config(), ParallelConfig(cp=2), 3, 2)
+    # Micro-batches have two rows: those of a single row need a second graph for other strides.
     config = run_config(batch_size=8, accumulate=2, checkpoint_activations=True)
     assert_same_as_eager(config, ParallelConfig(dp=2), 1, 2)
 
 
-@for_worlds(2, slow=True)
-def check_compiled_fsdp_equals_eager(folder):
-    assert_same_as_eager(run_config({"n_layer": 2}), ParallelConfig(fsdp=2), 1)
-
-
-@for_worlds(2, slow=True)
+@for_worlds(2)
 def check_compiled_fsdp_with_checkpointing_equals_one_eager_process(folder):
     start_compiler()
     config = run_config(checkpoint_activations=True)
     one, many = make_trainer(config), make_trainer(compiled(config), ParallelConfig(fsdp=2))
-    for step, batch in enumerate(windows(config, 2)):
+    for step, batch in enumerate(spans(config, 2)):
         take_step(one, batch, step)
         take_step(many, batch, step)
     assert_same(one, many)
 
 
-@for_worlds(2, slow=True)
-def check_compiled_tensor_parallel_equals_eager(folder):
-    """The graph of a branch is interrupted by a message to other ranks."""
-    assert_same_as_eager(run_config(), ParallelConfig(tp=2), 3, 2)
-
-
-@for_worlds(2, slow=True)
-def check_compiled_context_parallel_equals_eager(folder):
-    assert_same_as_eager(run_config(), ParallelConfig(cp=2), 3, 2)
-
-
-def write_data(folder):
-    if dist.get_rank() == 0:
-        tiny_run(folder)
-    dist.barrier()
-
-
 def assert_runs_resume(folder, mesh):
     """Compiled runs resume exactly, and exchange checkpoints with eager runs."""
     start_compiler()
+    folder = folder / f"fsdp-{mesh.fsdp}"
     write_data(folder)
     short = {"steps": 5, "save_every": 2, "eval_every": 5, "compile": True}
     exact = replace(tiny_run(folder, model={"n_layer": 1}, train=short), parallel=mesh)
     train(exact, folder / "whole")  # with all dropout
     stop_after(3, partial(train, exact, folder / "stopped"))
     assert resume(folder / "stopped").finished
+    dist.barrier()  # rank 0 has written the last checkpoint
     assert losses(folder / "stopped") == losses(folder / "whole")
     models = [load_model(folder / name, "last")[0] for name in ("whole", "stopped")]
     whole, stopped = (model.state_dict() for model in models)
@@ -119,11 +109,7 @@ def assert_runs_resume(folder, mesh):
             assert abs(got[2] - want[2]) < 1e-5 * want[2], (got, want)
 
 
-@for_worlds(2, slow=True)
-def check_compiled_data_parallel_runs_resume(folder):
+@for_worlds(2)
+def check_compiled_runs_resume(folder):
     assert_runs_resume(folder, ParallelConfig(dp=2))
-
-
-@for_worlds(2, slow=True)
-def check_compiled_fsdp_runs_resume(folder):
     assert_runs_resume(folder, ParallelConfig(fsdp=2))

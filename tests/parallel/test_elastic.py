@@ -20,21 +20,9 @@ SECONDS = 120
 
 def options_of(run, config):
     """Return the arguments of `tvq train` for a config."""
-    changed = {
-        "model": ["d_model", "n_layer", "d_k", "n_code", "block_len"],
-        "data": ["path", "cache"],
-        "optim": ["lr", "warmup", "eps", "weight_decay"],
-        "train": ["steps", "batch_size", "seq_len", "backprop_len"],
-    }
-    changed["train"] += ["eval_every", "save_every", "weight_average"]
-    options = []
-    for section, names in changed.items():
-        for name in names:
-            value = getattr(getattr(config, section), name)
-            values = value if isinstance(value, tuple) else (value,)
-            options += [f"--{section}.{name.replace('_', '-')}", *map(str, values)]
-    options += ["--model.codebook-init=random", "--model.revive-below=0", "--train.device=cpu"]
-    return ["-m", "transformer_vq", "train", "tiny", f"--out={run}", *options, "--json"]
+    file = run.with_suffix(".json")
+    file.write_text(json.dumps(config.to_dict()))
+    return ["-m", "transformer_vq", "train", "--config", str(file), "--out", str(run), "--json"]
 
 
 def torchrun(run, config, *options):
@@ -97,6 +85,7 @@ def test_killed_worker_is_restarted_and_the_losses_are_unchanged(tmp_path):
     assert len(out.splitlines()) == 3  # only rank 0 prints
 
 
+@pytest.mark.slow
 def test_signal_to_one_rank_stops_all_with_the_same_status(tmp_path):
     config = tiny(tmp_path, train={"steps": 4000, "save_every": 5000, "eval_every": 5000})
     with socket.socket() as free:

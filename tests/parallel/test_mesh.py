@@ -91,6 +91,7 @@ def test_sharding_divides_the_memory_of_the_large_preset():
     assert single.weight_bytes / 8 < narrow.weight_bytes < single.weight_bytes / 5
 
 
+@pytest.mark.slow
 def test_single_process_never_uses_torch_distributed():
     program = (
         "import sys, torch, transformer_vq.cli.main\n"

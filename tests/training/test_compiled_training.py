@@ -14,7 +14,7 @@ from transformer_vq import TransformerVQ
 from transformer_vq.config import OptimConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.device import evaluating
-from transformer_vq.parallel import compilation
+from transformer_vq.parallel import strategy
 from transformer_vq.training.checkpoint import load_model
 from transformer_vq.training.run import resume, train
 from transformer_vq.training.step import Trainer
@@ -27,7 +27,7 @@ def graphs(monkeypatch):
     """Return the counter of compiled graphs."""
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(compilation, "BACKEND", counter)
+    monkeypatch.setattr(strategy, "COMPILER", counter)
     yield counter
     torch.compiler.reset()
 

@@ -44,7 +44,6 @@ from transformer_vq.ops.position import (
 from transformer_vq.ops.quadratic import quadratic_attention
 from transformer_vq.ops.reductions import check_method
 from transformer_vq.ops.runtime import (
-    Execution,
     execution_on,
     is_symbolic,
     symbolic_blocks,
@@ -72,47 +71,8 @@ class AttentionOutput(Generic[State]):
     code_usage: CodeUsage | None
 
 
-@dataclass(frozen=True)
-class LayerInputs:
-    """The inputs of an attention layer, with defaults filled in and padding moved to the end.
-
-    x: [b, t, d_model], sinusoids: [d, d_model], key_priority: [b, t].
-    """
-
-    x: Tensor
-    sinusoids: Tensor
-    packing: Packing | None
-    key_priority: Tensor | None
-    is_gathered: bool
-    """Whether the caller has moved the padding to the end, and expects it there."""
-    n_blocks: int | None = None
-    """Number of blocks, if the length is symbolic."""
-
-    def split(self, lens: Sequence[int]) -> list[LayerInputs]:
-        """Return consecutive segments with these lengths."""
-        if len(lens) == 1:
-            return [self]
-        n, priority = len(lens), self.key_priority
-        packings = [None] * n if self.packing is None else self.packing.split(lens)
-        priorities = [None] * n if priority is None else split(priority, lens, 1)
-        return [
-            replace(self, x=x, packing=packing, key_priority=priority)
-            for x, packing, priority in zip(
-                split(self.x, lens, 1), packings, priorities, strict=True
-            )
-        ]
-
-    def finish(self, output: AttentionOutput[State]) -> AttentionOutput[State]:
-        """Undo `gather`, and record the current document in the state."""
-        if self.packing is None:
-            return output
-        y = output.y if self.is_gathered else self.packing.scatter(output.y)
-        state = replace(output.state, document=self.packing.document)
-        return replace(output, y=y, state=state)
-
-
-class AttentionLayer(nn.Module):
-    """Projections and interface; subclasses implement `forward` and `init_state`."""
+class AttentionLayer(nn.Module, Generic[State]):
+    """Projections and `forward`; subclasses implement how a segment is attended to."""
 
     def __init__(self, config: AttentionConfig, checkpoint_activations: bool = False) -> None:
         super().__init__()
@@ -147,7 +107,7 @@ class AttentionLayer(nn.Module):
         """The parameter v, added to queries for positions: [h, g, k]."""
         return self.v.view(self.n_kv_head, self.n_group, self.d_k)
 
-    def init_state(self, batch_size: int, device: torch.device | None = None) -> AttentionState:
+    def init_state(self, batch_size: int, device: torch.device | None = None) -> State:
         """Return the state before the first token of `batch_size` sequences."""
         raise NotImplementedError
 
@@ -158,6 +118,46 @@ class AttentionLayer(nn.Module):
     def symbolic_blocks(self, seq_len: int) -> int | None:
         """Return the number of blocks if the length is symbolic (torch.export), otherwise None."""
         return None
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        valid: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        packing: Packing | None = None,
+        sinusoids: Tensor | None = None,
+        key_priority: Tensor | None = None,
+        n_blocks: int | None = None,
+    ) -> AttentionOutput[State]:
+        """Attend within the next segment of each sequence, and to all earlier ones.
+
+        x: [b, t, d_model] with any t >= 1, state: as returned for the previous segment.
+        valid: [b, t], False for padding, which may be anywhere; it is ignored, and its output is
+        zero. document_ids: [b, t]; tokens attend within their document only.
+        key_priority: [b, t] of int64, which keys may become codes; see `VectorQuantizer.forward`.
+        packing, sinusoids, n_blocks: from a model, which computes them once for all its layers and
+        has checked the state; x and key_priority are then in the order of `Packing.gather`.
+        """
+        state = self.init_state(x.shape[0], x.device) if state is None else state
+        if sinusoids is None:
+            if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.config.d_model:
+                want = f"[batch, tokens >= 1, {self.config.d_model}]"
+                raise ValueError(f"input has shape {tuple(x.shape)}, want {want}")
+            self.check_state(state, x.shape[0])
+            sinusoids = self.sinusoids(state, x.shape[1])
+        is_gathered = packing is not None
+        if packing is None:
+            packing = read_packing(state, x.shape[1], valid, document_ids)
+        if packing is not None and not is_gathered:
+            x = packing.gather(x)
+            key_priority = None if key_priority is None else packing.gather(key_priority)
+        output = self._attend(x, packing, key_priority, state, sinusoids, n_blocks)
+        if packing is None:
+            return output
+        y = output.y if is_gathered else packing.scatter(output.y)
+        return replace(output, y=y, state=replace(output.state, document=packing.document))
 
     def sinusoids(self, state: AttentionState, seq_len: int) -> Tensor:
         """Return the sinusoids of all distances of a segment; layers of one shape share them."""
@@ -175,33 +175,20 @@ class AttentionLayer(nn.Module):
         r: Tensor = projected.unflatten(-1, (self.n_kv_head, self.d_k)) * self.d_k**-0.25
         return r.transpose(0, 1)
 
-    def _start(
-        self,
-        x: Tensor,
-        state: AttentionState,
-        valid: Tensor | None,
-        document_ids: Tensor | None,
-        packing: Packing | None,
-        sinusoids: Tensor | None,
-        key_priority: Tensor | None,
-    ) -> LayerInputs:
-        """Check the arguments of `forward`, and fill in defaults."""
-        self._check(x, state)
-        if sinusoids is None:
-            sinusoids = self.sinusoids(state, x.shape[1])
-        is_gathered = packing is not None
-        if packing is None:
-            packing = read_packing(state, x.shape[1], valid, document_ids)
-        if packing is not None and not is_gathered:
-            x = packing.gather(x)
-            key_priority = None if key_priority is None else packing.gather(key_priority)
-        return LayerInputs(x, sinusoids, packing, key_priority, is_gathered)
-
-    def _checkpointed(self, fn: Callable[..., T]) -> Callable[..., T]:
-        """Return `fn`, with activation checkpointing if it is on."""
+    def _attend(self, *segment: Any) -> AttentionOutput[State]:
+        """Attend from one segment, with activation checkpointing if it is on."""
         if not (self.checkpoint_activations and torch.is_grad_enabled()):
-            return fn
-        return lambda *args: checkpoint(fn, *args, use_reentrant=False)
+            return self._segment(*segment)
+        output: AttentionOutput[State] = checkpoint(self._segment, *segment, use_reentrant=False)
+        return output
+
+    def _segment(self, *segment: Any) -> AttentionOutput[State]:
+        """Project and attend. Arguments: x, packing, key_priority, state, sinusoids, n_blocks."""
+        raise NotImplementedError
+
+    def _state_shapes(self, state: AttentionState) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a state of this layer, without the batch."""
+        raise NotImplementedError
 
     def norm(self, x: Tensor) -> Tensor:
         """Return x_tilde, the normalized input of the layer."""
@@ -238,38 +225,30 @@ class AttentionLayer(nn.Module):
             return scores_of_few_queries(q, weight * self.d_k**-0.25, table)
         return scores_by_distance(q, self.relative_keys(table))
 
-    def _check(self, x: Tensor, state: AttentionState) -> None:
-        """Raise ValueError if the input or the state does not fit the layer."""
-        if x.ndim != 3 or x.shape[1] < 1 or x.shape[2] != self.config.d_model:
+    def check_state(self, state: AttentionState, batch_size: int) -> None:
+        """Raise ValueError if a state does not fit the layer and the batch."""
+        if state.k.shape[0] != batch_size:
             raise ValueError(
-                f"input has shape {tuple(x.shape)}, want [batch, tokens >= 1, "
-                f"{self.config.d_model}]"
-            )
-        if state.k.shape[0] != x.shape[0]:
-            raise ValueError(
-                f"state has a batch size of {state.k.shape[0]}, input has {x.shape[0]} rows; "
+                f"state has a batch size of {state.k.shape[0]}, the input has {batch_size} rows; "
                 "use init_state(batch_size) or state.select(rows)"
             )
-        found: dict[str, Tensor | None] = {"keys": state.k, "values": state.v}
+        found = {"keys": state.k, "values": state.v}
         if isinstance(state, VQState):
             found["codes"] = state.z
-            found["cache"] = None if state.cache is None else state.cache.mean
+            if state.cache is not None:
+                found["cache"] = state.cache.mean
+        shapes = {name: tuple(x.shape[1:]) for name, x in found.items()}
         wanted = self._state_shapes(state)
         for name in ("keys", "values", "codes", "cache"):
-            x_found, want = found.get(name), wanted.get(name)
-            got = None if x_found is None else tuple(x_found.shape[1:])
+            got, want = shapes.get(name), wanted.get(name)
             if got != want:
                 raise ValueError(
                     f"state comes from another model: its {name} have shape {got} per row, "
                     f"this layer needs {want}; start from init_state(batch_size)"
                 )
 
-    def _state_shapes(self, state: AttentionState) -> dict[str, tuple[int, ...] | None]:
-        """Return the shapes of a state of this layer, without the batch."""
-        raise NotImplementedError
 
-
-class VQAttention(AttentionLayer):
+class VQAttention(AttentionLayer[VQState]):
     """Dense causal softmax attention over quantized keys in linear time, for use in other models.
 
     Returns the residual branch of Definition 3.1, so a layer is `x = x + attention(x).y`. Pass the
@@ -279,9 +258,9 @@ class VQAttention(AttentionLayer):
     options: fields of `AttentionConfig`, such as head_type, n_head, n_kv_head, d_k, d_v, n_code,
     block_len and norm_input. By default one gated head (shga); with n_head=8, eight heads of width
     d_model / 8 (mha); with n_kv_head=2 as well, two key/value heads (gqa).
-    reduction, backend, checkpoint_activations and execution select how the result is computed;
-    they do not change it. reduction="auto" and backend="auto": see `vq_attention`; "triton" needs
-    the extra `triton` and a GPU. execution: None selects that of the input's device.
+    reduction, backend and checkpoint_activations select how the result is computed; they do not
+    change it. reduction="auto" and backend="auto": see `vq_attention`; "triton" needs the extra
+    `triton` and a GPU.
     """
 
     def __init__(
@@ -291,7 +270,6 @@ class VQAttention(AttentionLayer):
         reduction: Reduction = "auto",
         backend: Backend = "auto",
         checkpoint_activations: bool = False,
-        execution: Execution | None = None,
         **options: Any,
     ) -> None:
         config = AttentionConfig.for_layer(d_model, **options)
@@ -299,7 +277,6 @@ class VQAttention(AttentionLayer):
             raise UserError("VQAttention needs attention='vq'; use FullAttention instead")
         super().__init__(config, checkpoint_activations)
         self.set_method(reduction, backend)
-        self.execution = execution
         self.quantizer = VectorQuantizer(
             config.n_code,
             self.d_k,
@@ -350,54 +327,49 @@ class VQAttention(AttentionLayer):
         if self._is_sharded() or not is_auto or is_symbolic(batch_size):
             return seq_len
         n_scores = batch_size * self.heads.n_head * (self.config.n_code + 2 * block_len)
-        execution = self.execution or execution_on(self.u.device if device is None else device)
+        execution = execution_on(self.u.device if device is None else device)
         return max(1, execution.segment_scores // (n_scores * block_len)) * block_len
 
-    def forward(
+    def _attend(
         self,
         x: Tensor,
-        state: VQState | None = None,
-        valid: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        *,
-        packing: Packing | None = None,
-        sinusoids: Tensor | None = None,
-        key_priority: Tensor | None = None,
-        n_blocks: int | None = None,
+        packing: Packing | None,
+        key_priority: Tensor | None,
+        state: VQState,
+        *others: Any,
     ) -> AttentionOutput[VQState]:
-        """Attend within the next segment of each sequence, and to all earlier ones.
-
-        x: [b, t, d_model] with any t >= 1, state: as returned for the previous segment.
-        valid: [b, t], False for padding, which may be anywhere; it is ignored, and its output is
-        zero. document_ids: [b, t]; tokens attend within their document only.
-        key_priority: [b, t] of int64, which keys may become codes; see `VectorQuantizer.forward`.
-        packing, sinusoids, n_blocks: computed once by a model for all its layers; x and
-        key_priority are then in the order of `Packing.gather`.
-        """
-        state = self.init_state(x.shape[0], x.device) if state is None else state
-        inputs = self._start(x, state, valid, document_ids, packing, sinusoids, key_priority)
-        inputs = inputs if n_blocks is None else replace(inputs, n_blocks=n_blocks)
+        """Cut the input into segments, and attend from one after the other."""
         state = self._with_sinusoid_mask(state)
-        inputs = self._with_key_priority(inputs)
-        attend = self._checkpointed(self._segment)
-        outputs: list[AttentionOutput[VQState]] = []
+        if key_priority is None and self.training and self.quantizer.uses_candidates:
+            valid = None if packing is None else packing.valid
+            key_priority = token_priority(x.shape[0], x.shape[1], valid, x.device)
         n_rows, seq_len = x.shape[:2]
         max_len = self.segment_len(n_rows, seq_len, x.device)
         lens = segment_lens(seq_len, self.config.block_len, max_len)
-        segments = inputs.split(lens)
-        for segment in segments:
-            outputs.append(attend(segment, state))
+        packings = [None] * len(lens) if packing is None else packing.split(lens)
+        priorities = [None] * len(lens) if key_priority is None else split(key_priority, lens, 1)
+        outputs: list[AttentionOutput[VQState]] = []
+        for segment in zip(split(x, lens, 1), packings, priorities, strict=True):
+            outputs.append(super()._attend(*segment, state, *others))
             state = outputs[-1].state
-        return inputs.finish(_join(outputs, segments))
+        return _join(outputs, packings)
 
-    def _segment(self, inputs: LayerInputs, state: VQState) -> AttentionOutput[VQState]:
+    def _segment(
+        self,
+        x: Tensor,
+        packing: Packing | None,
+        key_priority: Tensor | None,
+        state: VQState,
+        sinusoids: Tensor,
+        n_blocks: int | None,
+    ) -> AttentionOutput[VQState]:
         """Project, quantize and attend for one segment."""
-        x_tilde, packing = self.norm(inputs.x), inputs.packing
+        x_tilde = self.norm(x)
         q_content, q_position = self.queries(x_tilde)
         k, v = self.keys_and_values(x_tilde)
         valid = None if packing is None else packing.valid
-        quantized = self.quantizer(k, valid, inputs.key_priority, self._find_code(k.device))
-        by_distance = self.by_distance(q_position, inputs.sinusoids, state.sinusoid_mask)
+        quantized = self.quantizer(k, valid, key_priority, self._find_code(k.device))
+        by_distance = self.by_distance(q_position, sinusoids, state.sinusoid_mask)
         segment = AttentionInputs(
             q_content, quantized.k_hat, quantized.z, v, quantized.codebook, by_distance, packing
         )
@@ -409,8 +381,7 @@ class VQAttention(AttentionLayer):
             reduction=self.reduction,
             backend=self.backend,
             grad_through_cache=self.config.grad_through_cache,
-            n_blocks=inputs.n_blocks,
-            execution=self.execution,
+            n_blocks=n_blocks,
         )
         y = self.residual(wv, x_tilde)
         return AttentionOutput(y, state, quantized.commit_loss, quantized.usage)
@@ -439,27 +410,15 @@ class VQAttention(AttentionLayer):
             mask = torch.where((state.position == 0).all(), mask, state.sinusoid_mask)
         return replace(state, sinusoid_mask=mask)
 
-    def _with_key_priority(self, inputs: LayerInputs) -> LayerInputs:
-        """Fill in default priorities, where training may replace codes with keys."""
-        uses_candidates = self.training and self.quantizer.uses_candidates
-        if inputs.key_priority is not None or not uses_candidates:
-            return inputs
-        valid = None if inputs.packing is None else inputs.packing.valid
-        b, t, _ = inputs.x.shape
-        priority = token_priority(b, t, valid, inputs.x.device)
-        return replace(inputs, key_priority=priority)
-
-    def _state_shapes(self, state: AttentionState) -> dict[str, tuple[int, ...] | None]:
+    def _state_shapes(self, state: AttentionState) -> dict[str, tuple[int, ...]]:
         config, h = self.config, self.n_kv_head
-        return {
-            "keys": (h, config.block_len, self.d_k),
-            "values": (h, config.block_len, self.d_v),
-            "codes": (h, config.block_len),
-            "cache": (h, config.n_code, self.d_v) if config.compressive_cache else None,
-        }
+        n = config.block_len
+        shapes = {"keys": (h, n, self.d_k), "values": (h, n, self.d_v), "codes": (h, n)}
+        cache = {"cache": (h, config.n_code, self.d_v)}
+        return shapes | cache if config.compressive_cache else shapes
 
 
-class FullAttention(AttentionLayer):
+class FullAttention(AttentionLayer[FullState]):
     """The quadratic baseline: the same layer with plain keys and no limit on the distance."""
 
     def __init__(
@@ -479,36 +438,27 @@ class FullAttention(AttentionLayer):
     def max_distance(self, state: AttentionState, seq_len: int) -> int:
         return state.k.shape[-2] + seq_len - 1
 
-    def forward(
+    def _segment(
         self,
         x: Tensor,
-        state: FullState | None = None,
-        valid: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        *,
-        packing: Packing | None = None,
-        sinusoids: Tensor | None = None,
-        key_priority: Tensor | None = None,
-        n_blocks: int | None = None,
+        packing: Packing | None,
+        key_priority: Tensor | None,
+        state: FullState,
+        sinusoids: Tensor,
+        n_blocks: int | None,
     ) -> AttentionOutput[FullState]:
-        """Attend as `VQAttention.forward` does; the state grows by one key and value per token."""
-        state = self.init_state(x.shape[0], x.device) if state is None else state
-        inputs = self._start(x, state, valid, document_ids, packing, sinusoids, None)
-        return inputs.finish(self._checkpointed(self._segment)(inputs, state))
-
-    def _segment(self, inputs: LayerInputs, state: FullState) -> AttentionOutput[FullState]:
-        x_tilde, packing = self.norm(inputs.x), inputs.packing
+        x_tilde = self.norm(x)
         q_content, q_position = self.queries(x_tilde)
         k, v = self.keys_and_values(x_tilde)
-        n_past, seq_len = state.k.shape[-2], inputs.x.shape[1]
+        n_past, seq_len = state.k.shape[-2], x.shape[1]
         k_all = torch.cat([state.k.to(k.dtype), k], dim=-2)
         v_all = torch.cat([state.v.to(v.dtype), v], dim=-2)
         mask = self._sinusoid_mask(state, n_past + seq_len)
-        bias = causal_bias(self.by_distance(q_position, inputs.sinusoids, mask))
+        bias = causal_bias(self.by_distance(q_position, sinusoids, mask))
         length = None
         if packing is not None:
             length = packing.length
-            visible = visible_keys(packing, n_past, n_blocks=1).local
+            visible, _ = visible_keys(packing, n_past, n_blocks=1)
             bias = bias.masked_fill(~visible[:, :, None].transpose(1, 2), -torch.inf)
         elif n_past > 0:  # rows that were reset have empty slots
             empty = ~state.window_valid
@@ -535,23 +485,23 @@ class FullAttention(AttentionLayer):
             mask = torch.cat([mask[: -carried.shape[0]], known])
         return mask
 
-    def _state_shapes(self, state: AttentionState) -> dict[str, tuple[int, ...] | None]:
+    def _state_shapes(self, state: AttentionState) -> dict[str, tuple[int, ...]]:
         n, h = state.k.shape[2], self.n_kv_head
         return {"keys": (h, n, self.d_k), "values": (h, n, self.d_v)}
 
 
 def _join(
-    outputs: list[AttentionOutput[VQState]], segments: list[LayerInputs]
+    outputs: list[AttentionOutput[VQState]], packings: Sequence[Packing | None]
 ) -> AttentionOutput[VQState]:
     """Return one output for consecutive segments; the commit loss is a mean over valid tokens."""
     if len(outputs) == 1:
         return outputs[0]
     y = torch.cat([output.y for output in outputs], dim=1)
     n_tokens = [
-        torch.full((), segment.x.shape[0] * segment.x.shape[1], device=y.device)
-        if segment.packing is None or segment.packing.length is None
-        else segment.packing.length.sum()
-        for segment in segments
+        torch.full((), output.y.shape[0] * output.y.shape[1], device=y.device)
+        if packing is None or packing.length is None
+        else packing.length.sum()
+        for output, packing in zip(outputs, packings, strict=True)
     ]
     total = torch.stack(n_tokens).sum().clamp(min=1)
     losses = [output.commit_loss * n / total for output, n in zip(outputs, n_tokens, strict=True)]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from transformer_vq.config import Backend, ModelConfig, Reduction
 from transformer_vq.device import meta_device
@@ -23,7 +24,7 @@ from transformer_vq.nn.quantizer import CodeUsage, NotFiniteError
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype
 from transformer_vq.ops.packing import read_packing
 from transformer_vq.ops.reductions import check_method
-from transformer_vq.ops.runtime import Execution, check_values, tensor_tree
+from transformer_vq.ops.runtime import check_values, tensor_tree
 from transformer_vq.ops.state import AttentionState, FullState, RowState, VQState
 
 
@@ -53,13 +54,22 @@ class ModelState(RowState):
 
     def to_tensors(self, prefix: str = "state") -> dict[str, Tensor]:
         """Return all tensors by name, such as `state/layers/0/cache/mean`."""
-        return _flatten(self, prefix)
+        found, _ = tree_flatten_with_path(self)
+        names = [keystr(path).replace("[", "/").replace("]", "") for path, _ in found]
+        tensors = zip(names, (x for _, x in found), strict=True)
+        return {prefix + name.replace(".", "/"): x for name, x in tensors if isinstance(x, Tensor)}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str = "state") -> ModelState:
         """Return the state whose `to_tensors` gave these; other names are ignored."""
-        start = f"{prefix}/"
-        tree = _nest({k.removeprefix(start): x for k, x in tensors.items() if k.startswith(start)})
+        tree: dict[str, Any] = {}
+        for name, x in tensors.items():
+            if name.startswith(f"{prefix}/"):
+                *parents, last = name.removeprefix(f"{prefix}/").split("/")
+                node = tree
+                for parent in parents:
+                    node = node.setdefault(parent, {})
+                node[last] = x
         layers = tree["layers"]
         states = tuple(_attention_state(layers[str(i)]) for i in range(len(layers)))
         return cls(states, tree.get("branch_keep"))
@@ -70,29 +80,6 @@ def _attention_state(tensors: dict[str, Any]) -> AttentionState:
         return FullState(**tensors)
     cache = tensors.get("cache")
     return VQState(**{**tensors, "cache": None if cache is None else CacheStats(**cache)})
-
-
-def _flatten(tree: Any, name: str) -> dict[str, Tensor]:
-    if isinstance(tree, Tensor):
-        return {name: tree}
-    if isinstance(tree, tuple):
-        items = [(str(i), item) for i, item in enumerate(tree)]
-    elif is_dataclass(tree):
-        items = [(f.name, getattr(tree, f.name)) for f in fields(tree)]
-    else:
-        return {}
-    return {k: x for key, item in items for k, x in _flatten(item, f"{name}/{key}").items()}
-
-
-def _nest(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for name, x in tensors.items():
-        *parents, last = name.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = x
-    return tree
 
 
 @dataclass(frozen=True)
@@ -118,7 +105,6 @@ class Stack(nn.Module):
         reduction: Reduction = "auto",
         backend: Backend = "auto",
         checkpoint_activations: bool = False,
-        execution: Execution | None = None,
     ) -> None:
         super().__init__()
         self.config = config
@@ -133,7 +119,6 @@ class Stack(nn.Module):
             for _ in range(config.n_layer)
             for branch in _layer(config, reduction, backend, checkpoint_activations)
         )
-        self.set_execution(execution=execution)
 
     def _attentions(self) -> list[VQAttention | FullAttention]:
         return [b for b in self.branches if isinstance(b, (VQAttention, FullAttention))]
@@ -150,7 +135,6 @@ class Stack(nn.Module):
         reduction: Reduction | None = None,
         backend: Backend | None = None,
         checkpoint_activations: bool | None = None,
-        execution: Execution | None = None,
     ) -> None:
         """Change how the function is computed; None keeps a setting."""
         check_method(reduction or "auto", backend or "auto")
@@ -160,7 +144,6 @@ class Stack(nn.Module):
                 branch.checkpoint_activations = checkpoint_activations
             if isinstance(branch, VQAttention):
                 branch.set_method(reduction or branch.reduction, backend or branch.backend)
-                branch.execution = execution or branch.execution
 
     def init_state(self, batch_size: int, device: torch.device | None = None) -> ModelState:
         """Return the state before the first token of `batch_size` sequences."""
@@ -304,11 +287,8 @@ class Stack(nn.Module):
                 f"state comes from another model: it has {len(state.layers)} attention layers, "
                 f"this one {len(self._attentions())}; start from init_state(batch_size)"
             )
-        if state.position.shape[0] != given.shape[0]:
-            raise ValueError(
-                f"state has a batch size of {state.position.shape[0]}, tokens have "
-                f"{given.shape[0]} rows; use init_state(batch_size) or state.select(rows)"
-            )
+        for layer, layer_state in zip(self._attentions(), state.layers, strict=True):
+            layer.check_state(layer_state, given.shape[0])
 
 
 def _layer(
@@ -348,8 +328,8 @@ class ModelOutput:
 class TransformerVQ(Stack):
     """A decoder-only transformer with dense softmax attention in linear time.
 
-    reduction, backend, checkpoint_activations, execution: how the function is computed, as for
-    `VQAttention`; they do not change it.
+    reduction, backend, checkpoint_activations: how the function is computed, as for `VQAttention`;
+    they do not change it.
     """
 
     def __init__(
@@ -359,14 +339,12 @@ class TransformerVQ(Stack):
         reduction: Reduction = "auto",
         backend: Backend = "auto",
         checkpoint_activations: bool = False,
-        execution: Execution | None = None,
     ) -> None:
         super().__init__(
             config,
             reduction=reduction,
             backend=backend,
             checkpoint_activations=checkpoint_activations,
-            execution=execution,
         )
         if config.tie_embeddings:
             with meta_device():

@@ -64,11 +64,9 @@ class CodeUsage:
     def __add__(self, other: CodeUsage) -> CodeUsage:
         candidates, priority = self.candidates, self.priority
         if candidates is not None and other.candidates is not None:
-            assert priority is not None
-            assert other.priority is not None
-            candidates = torch.cat([candidates, other.candidates], dim=1)
+            assert priority is not None and other.priority is not None  # noqa: PT018
             priority, order = lowest(torch.cat([priority, other.priority]), len(priority))
-            candidates = candidates[:, order]
+            candidates = torch.cat([candidates, other.candidates], dim=1)[:, order]
         return CodeUsage(
             self.sum + other.sum,
             self.count + other.count,
@@ -135,15 +133,18 @@ class VectorQuantizer(nn.Module):
         revive_below: float = 0.1,
     ) -> None:
         super().__init__()
-        for name, size in {"n_code": n_code, "d_k": d_k, "n_head": n_head}.items():
-            if not isinstance(size, int) or size < 1:
-                raise UserError(f"{name}={size!r}: must be an integer of at least 1")
-        if codebook_init not in ("random", "keys"):
-            raise UserError(f"codebook_init={codebook_init!r}: choose 'random' or 'keys'")
-        if not 0 <= ema_decay < 1:
-            raise UserError(f"ema_decay={ema_decay!r}: must be a number from 0 to below 1")
-        if not revive_below >= 0:
-            raise UserError(f"revive_below={revive_below!r}: must be a number of at least 0")
+        sizes = {"n_code": n_code, "d_k": d_k, "n_head": n_head}
+        for name, value, is_valid, wanted in (
+            *(
+                (n, x, isinstance(x, int) and x >= 1, "a positive integer")
+                for n, x in sizes.items()
+            ),
+            ("codebook_init", codebook_init, codebook_init in ("random", "keys"), "random or keys"),
+            ("ema_decay", ema_decay, 0 <= ema_decay < 1, "a number from 0 to below 1"),
+            ("revive_below", revive_below, revive_below >= 0, "a number of at least 0"),
+        ):
+            if not is_valid:
+                raise UserError(f"{name}={value!r}: must be {wanted}")
         self.ema_decay = ema_decay
         self.codebook_init = codebook_init
         self.revive_below = revive_below

@@ -21,7 +21,6 @@ from transformer_vq.ops.packing import (
     AttentionInputs,
     Eviction,
     Packing,
-    Visibility,
     find_evictions,
     newest,
     next_position,
@@ -32,7 +31,12 @@ from transformer_vq.ops.packing import (
 from transformer_vq.ops.position import local_bias
 from transformer_vq.ops.quadratic import Phi, attention_weights
 from transformer_vq.ops.reductions import check_method, exclusive_prefix
-from transformer_vq.ops.runtime import Execution, execution_on, is_symbolic, symbolic_blocks
+from transformer_vq.ops.runtime import (
+    check_shapes,
+    execution_on,
+    is_symbolic,
+    symbolic_blocks,
+)
 from transformer_vq.ops.state import VQState
 
 
@@ -75,8 +79,8 @@ def vq_attention(
         window_len = block_len if by_distance is None else by_distance.shape[-1] - 1
         sizes = (*z.shape[:2], window_len, q.shape[-1], v.shape[-1], codebook.shape[-2])
         state = VQState.empty(*sizes, dtype=v.dtype, device=v.device)
-    inputs.check(state)
     check_method(reduction, backend)
+    _check_inputs(inputs, state)
     window_len = state.k.shape[-2]
     max_len = window_len if reduction == "input_scan" else inputs.seq_len
     outputs: list[Tensor] = []
@@ -102,12 +106,10 @@ def attend_segment(
     phi: Phi | None = None,
     grad_through_cache: bool = True,
     n_blocks: int | None = None,
-    execution: Execution | None = None,
 ) -> tuple[Tensor, VQState]:
     """Compute `vq_attention` for whole blocks, or for a single shorter one; nothing is checked.
 
     n_blocks: `symbolic_blocks` of the length, computed once for all layers of an exported model.
-    execution: tile sizes of the fast implementation; by default those for the device.
     """
     window_len, n_tokens = state.k.shape[-2], inputs.seq_len
     whole = inputs
@@ -119,25 +121,56 @@ def attend_segment(
     else:
         r = max(1, n_tokens // window_len)
         evicted = find_evictions(state, inputs.packing, n_tokens, r)
-    if backend == "triton":
+    method = _method(reduction, backend, phi)
+    if method == "triton":
         _check_triton(inputs.q.device, phi)
         from transformer_vq.ops.triton.attention import attend_blocks as attend_triton
 
         output, cache = attend_triton(inputs, state, evicted, grad_through_cache)
-    elif reduction == "auto" and phi is None and not torch.compiler.is_compiling():
-        tile_queries = (execution or execution_on(inputs.q.device)).tile_queries
+    elif method == "fused":
+        tile_queries = execution_on(inputs.q.device).tile_queries
         output, cache = attend_blocks(inputs, state, evicted, grad_through_cache, tile_queries)
     else:
-        visible = None
-        if whole.packing is not None:
-            visible = visible_keys(whole.packing, window_len, r)
-        output, cache = _plain_blocks(
-            whole, state, evicted, visible, grad_through_cache, reduction, phi
-        )
+        output, cache = _plain_blocks(whole, state, evicted, grad_through_cache, method, phi)
     if cache is not None and evicted.kept is not None:
         cache = CacheStats(cache.mean, cache.count * evicted.kept.view(-1, 1, 1))
     output = output if whole is inputs else output.narrow(-2, 0, n_tokens)
     return output, _advance(state, inputs, cache)
+
+
+def _method(reduction: str, backend: str, phi: Phi | None) -> str:
+    """Return "triton", "fused", or the reduction of the plain implementation.
+
+    The fused implementation is an autograd function, with a softmax, for eager mode. A compiler
+    traces the plain operations instead, and fuses them itself.
+    """
+    if backend == "triton":
+        return "triton"
+    if reduction != "auto":
+        return reduction
+    return "serial" if phi is not None or torch.compiler.is_compiling() else "fused"
+
+
+def _check_inputs(inputs: AttentionInputs, state: VQState) -> None:
+    """Raise ValueError if the shapes do not fit each other or the state."""
+    shapes = {
+        "q": (inputs.q, "bhgtk"),
+        "k_hat": (inputs.k_hat, "bhtk"),
+        "z": (inputs.z, "bht"),
+        "v": (inputs.v, "bhtv"),
+        "codebook": (inputs.codebook, "hsk"),
+        "state_keys": (state.k, "bhLk"),
+        "state_values": (state.v, "bhLv"),
+    }
+    if inputs.by_distance is not None:
+        shapes["by_distance"] = (inputs.by_distance, "bhgtd")
+    check_shapes(**shapes)
+    window_len = state.k.shape[-2]
+    if inputs.by_distance is not None and inputs.by_distance.shape[-1] != window_len + 1:
+        raise ValueError(
+            f"by_distance has {inputs.by_distance.shape[-1]} distances, want {window_len + 1}: "
+            f"{window_len}, ..., 0 for the window of the state"
+        )
 
 
 def _check_triton(device: torch.device, phi: Phi | None) -> None:
@@ -169,7 +202,6 @@ def _plain_blocks(
     inputs: AttentionInputs,
     state: VQState,
     evicted: Eviction,
-    visible: Visibility | None,
     grad_through_cache: bool,
     reduction: str,
     phi: Phi | None,
@@ -206,7 +238,6 @@ def _plain_blocks(
         v_prev.unflatten(-2, (n_blocks, window_len)),
         valid_prev.unflatten(-1, (n_blocks, window_len)).unsqueeze(1),
         prefix,
-        visible,
         phi,
     )
     return output.flatten(-3, -2), cache
@@ -218,7 +249,6 @@ def _attend_plain(
     v_prev: Tensor,
     valid_prev: Tensor,
     cache: CacheStats | None,
-    visible: Visibility | None,
     phi: Phi | None,
 ) -> Tensor:
     """Attend from blocks of queries to their cache, previous block and own block.
@@ -234,8 +264,10 @@ def _attend_plain(
     if by_distance is None:
         by_distance = q.new_zeros(()).expand(*q.shape[:-1], window_len + 1)
     bias = local_bias(by_distance, older=0.0 if cache is not None else -torch.inf)
-    if visible is not None:
-        bias = bias.masked_fill(~visible.local[:, None, None], -torch.inf)
+    sees_cache = None
+    if inputs.packing is not None:
+        visible, sees_cache = visible_keys(inputs.packing, window_len, n_blocks=q.shape[3])
+        bias = bias.masked_fill(~visible[:, None, None], -torch.inf)
     scores_prev = torch.einsum("bhgrik,bhrjk->bhgrij", q, k_prev) + bias[..., :window_len]
     scores_present = torch.einsum("bhgrik,bhrjk->bhgrij", q, k_present) + bias[..., window_len:]
 
@@ -248,8 +280,8 @@ def _attend_plain(
     ]
     if cache is not None:
         scores_cache = torch.einsum("bhgrik,hsk->bhgris", q, inputs.codebook.to(q.dtype))
-        if visible is not None:
-            masked = ~visible.cache[:, None, None, ..., None]
+        if sees_cache is not None:
+            masked = ~sees_cache[:, None, None, ..., None]
             scores_cache = scores_cache.masked_fill(masked, -torch.inf)
         columns.insert(0, (scores_cache, cache.count, cache.mean.to(dtype)))
     scores = torch.cat([score for score, _, _ in columns], dim=-1)

@@ -24,6 +24,8 @@ from transformer_vq.ops.packing import AttentionInputs, Eviction
 from transformer_vq.ops.runtime import full_precision
 from transformer_vq.ops.state import VQState
 
+SOFTMAX_BACKWARD = torch.ops.aten._softmax_backward_data  # in one pass
+
 
 @dataclass(frozen=True)
 class Blocks:
@@ -182,23 +184,20 @@ def attend_blocks(
     """Attend from whole blocks, or from one shorter block; also return the cache after them."""
     b, h, _, seq_len, _ = inputs.q.shape
     n_blocks = max(1, seq_len // state.k.shape[-2])
-    v = inputs.v.flatten(0, 1)
 
     def per_head(x: Tensor) -> Tensor:
         """[b, ...] -> [b * h, ...]"""
         return x.repeat_interleave(h, dim=0)
 
-    mean, count = None, v.new_zeros(b * h, 0, dtype=torch.int64)
-    codebook = inputs.codebook
+    count, codebook = inputs.z.new_zeros(b * h, 0), inputs.codebook
     if state.cache is not None:
-        mean, count = (x.flatten(0, 1) for x in (state.cache.mean, state.cache.count))
-        codebook = codebook.to(v.dtype).expand(b, *codebook.shape).flatten(0, 1)
+        count = state.cache.count.flatten(0, 1)
+        codebook = codebook.to(inputs.v.dtype).expand(b, *codebook.shape).flatten(0, 1)
     codes = torch.cat([state.z, inputs.z], dim=-1)[..., :seq_len].flatten(0, 1)
-    by_distance = inputs.by_distance
     blocks = Blocks(
         n_blocks=n_blocks,
         n_empty=2 if _is_known_empty(state) else 0,
-        grad_through_cache=grad_through_cache and mean is not None,
+        grad_through_cache=grad_through_cache and state.cache is not None,
         keep=torch.is_grad_enabled(),
         tile_queries=tile_queries,
         codebook=codebook,
@@ -209,20 +208,28 @@ def attend_blocks(
         carry=None if evicted.carry is None else per_head(evicted.carry),
         doc_start=None if inputs.packing is None else inputs.packing.doc_start,
     )
-    output, mean, count = _Attention.apply(  # type: ignore[no-untyped-call]
-        inputs.q.to(v.dtype).flatten(0, 1),
-        inputs.k_hat.to(v.dtype).flatten(0, 1),
-        v,
+    return apply_by_head(_Attention, inputs, state, blocks)
+
+
+def apply_by_head(
+    function: Any, inputs: AttentionInputs, state: VQState, constants: object
+) -> tuple[Tensor, CacheStats | None]:
+    """Apply an autograd function with rows and heads as one axis, B = b * h."""
+    heads, dtype, by_distance = inputs.z.shape[:2], inputs.v.dtype, inputs.by_distance
+    output, mean, count = function.apply(
+        inputs.q.to(dtype).flatten(0, 1),
+        inputs.k_hat.to(dtype).flatten(0, 1),
+        inputs.v.flatten(0, 1),
         None if by_distance is None else by_distance.flatten(0, 1),
-        state.k.to(v.dtype).flatten(0, 1),
-        state.v.to(v.dtype).flatten(0, 1),
-        mean,
-        blocks,
+        state.k.to(dtype).flatten(0, 1),
+        state.v.to(dtype).flatten(0, 1),
+        None if state.cache is None else state.cache.mean.flatten(0, 1),
+        constants,
     )
-    output = output.unflatten(0, (b, h))
-    if mean is None:
-        return output, None
-    return output, CacheStats(mean.unflatten(0, (b, h)), count.unflatten(0, (b, h)))
+    cache = (
+        None if mean is None else CacheStats(mean.unflatten(0, heads), count.unflatten(0, heads))
+    )
+    return output.unflatten(0, heads), cache
 
 
 class _Attention(torch.autograd.Function):
@@ -257,9 +264,8 @@ class _Attention(torch.autograd.Function):
                 for tile in tiles(q, k_window, n, blocks.tile_queries):
                     scores = tile_scores(tile, q, k_local, by_distance, count, blocks)
                     w = scores.softmax(dim=-1).to(v.dtype)
-                    o = out[:, :, tile.queries].flatten(
-                        1, 2
-                    )  # with one group a view: written in place
+                    # With one group a view: the product is written in place.
+                    o = out[:, :, tile.queries].flatten(1, 2)
                     product(w[..., n_code + first :], v_local[:, first : tile.n_local], out=o)
                     if n_code > 0:
                         o.baddbmm_(w[..., :n_code], means[-1])
@@ -339,7 +345,7 @@ class _Attention(torch.autograd.Function):
                     product(d_o, v_local[:, keys].mT, out=d_s[..., n_code + first :])
                     if cached is not None:
                         product(d_o, cached.mT, out=d_s[..., :n_code])
-                    d_s = _softmax_backward(d_s.to(exact), w.to(exact)).to(q.dtype)
+                    d_s = SOFTMAX_BACKWARD(d_s.to(exact), w.to(exact), -1, exact).to(q.dtype)
                     d_local = d_s[..., n_code + first :]
                     _add_product_(d_k[:, into], d_local.mT, q_tile)
                     d_q_tile = product(d_local, k_local[:, keys])
@@ -362,13 +368,6 @@ class _Attention(torch.autograd.Function):
             d_initial,
             None,
         )
-
-
-def _softmax_backward(d_weights: Tensor, weights: Tensor) -> Tensor:
-    """Return the gradient of the scores from that of their softmax, in one pass."""
-    backward = torch.ops.aten._softmax_backward_data
-    d_scores: Tensor = backward(d_weights, weights, -1, weights.dtype)
-    return d_scores
 
 
 def _local(window: Tensor, segment: Tensor, block: int) -> Tensor:

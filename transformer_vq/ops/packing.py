@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_vq.ops.runtime import check_shapes, check_values, is_symbolic
+from transformer_vq.ops.runtime import check_values, is_symbolic
 from transformer_vq.ops.state import AttentionState
 
 
@@ -34,12 +34,14 @@ class Packing:
 
     def split(self, lens: Sequence[int]) -> list[Packing]:
         """Return the packing of consecutive segments with these lengths."""
-        parts, start = [], 0
+        if len(lens) == 1:
+            return [self]
+        segments, start = [], 0
         for n, doc_start in zip(lens, self.doc_start.split(list(lens), dim=1), strict=True):
             length = None if self.length is None else (self.length - start).clamp(0, n)
-            parts.append(Packing(doc_start - start, length))
+            segments.append(Packing(doc_start - start, length))
             start += n
-        return parts
+        return segments
 
     def padded(self, n: int) -> Packing:
         """Return the packing of the same segment with n more columns of padding."""
@@ -69,25 +71,21 @@ class Packing:
         last = self.doc_start.gather(1, (self.length - 1).clamp(min=0).unsqueeze(-1)).squeeze(-1)
         return torch.where(self.length > 0, last, -position)
 
-    def n_tokens(self) -> Tensor | int:
-        """Return the number of valid tokens of each row."""
-        return self.doc_start.shape[1] if self.length is None else self.length
-
     def gather(self, x: Tensor) -> Tensor:
         """Move padding to the end of each row and set it to zero. x: [b, t, ...]."""
         if self.order is None or self.valid is None:
             return x
-        valid = self.valid.view(*self.order.shape, *[1] * (x.ndim - 2))
-        index = self.order.view(valid.shape).expand_as(x)
-        return x.gather(1, index).masked_fill(~valid, 0)
+        shape = (*self.order.shape, *[1] * (x.ndim - 2))
+        index = self.order.view(shape).expand_as(x)
+        return x.gather(1, index).masked_fill(~self.valid.view(shape), 0)
 
     def scatter(self, y: Tensor) -> Tensor:
         """Undo `gather`; padding gets zeros. y: [b, t, ...]."""
         if self.order is None or self.valid is None:
             return y
-        valid = self.valid.view(*self.order.shape, *[1] * (y.ndim - 2))
-        index = self.order.view(valid.shape).expand_as(y)
-        return torch.zeros_like(y).scatter(1, index, y.masked_fill(~valid, 0))
+        shape = (*self.order.shape, *[1] * (y.ndim - 2))
+        index = self.order.view(shape).expand_as(y)
+        return torch.zeros_like(y).scatter(1, index, y.masked_fill(~self.valid.view(shape), 0))
 
 
 @dataclass(frozen=True)
@@ -144,22 +142,17 @@ def find_evictions(
     return Eviction(counted & same, carry.to(torch.int64), kept.to(torch.int64))
 
 
-@dataclass(frozen=True)
-class Visibility:
-    """What each query may attend to. local: [b, r, i, j] window and block, cache: [b, r, i]."""
+def visible_keys(packing: Packing, window_len: int, n_blocks: int) -> tuple[Tensor, Tensor]:
+    """Return what queries may attend to: nothing before their own document.
 
-    local: Tensor
-    cache: Tensor
-
-
-def visible_keys(packing: Packing, window_len: int, n_blocks: int) -> Visibility:
-    """Return the visibility of documents: a query sees nothing before its own document."""
+    Returns local: [b, r, i, j] of window and block, and cache: [b, r, i].
+    """
     doc_start = packing.doc_start.unflatten(1, (n_blocks, -1))
     n_query = doc_start.shape[-1]
     steps = torch.arange(window_len + n_query, device=doc_start.device)
     first = torch.arange(n_blocks, device=doc_start.device) * n_query - window_len
     keys = first.view(-1, 1, 1) + steps  # [r, 1, j]
-    return Visibility(keys >= doc_start.unsqueeze(-1), doc_start < first.unsqueeze(-1))
+    return keys >= doc_start.unsqueeze(-1), doc_start < first.unsqueeze(-1)
 
 
 def read_packing(
@@ -174,7 +167,7 @@ def read_packing(
     """
     if valid is None and document_ids is None:
         return None
-    check_ragged(state, seq_len, valid, document_ids)
+    _check_arguments((state.position.shape[0], seq_len), valid, document_ids)
     order = length = None
     if valid is not None:
         order = (~valid).to(torch.uint8).argsort(dim=1, stable=True)
@@ -198,20 +191,15 @@ def read_packing(
     return Packing(doc_start, length, order, document=last)
 
 
-def check_ragged(
-    state: AttentionState, seq_len: int, valid: Tensor | None, document_ids: Tensor | None
-) -> None:
+def _check_arguments(shape: tuple[int, int], valid: Tensor | None, ids: Tensor | None) -> None:
     """Raise ValueError if valid or document_ids have the wrong shape or type."""
-    shape = (state.position.shape[0], seq_len)
-    for name, x in (("valid", valid), ("document_ids", document_ids)):
+    for name, x in (("valid", valid), ("document_ids", ids)):
         if x is not None and tuple(x.shape) != shape:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, want {shape} like the tokens")
     if valid is not None and valid.dtype != torch.bool:
         raise ValueError(f"valid is {valid.dtype}, want torch.bool: False for padding")
-    if document_ids is None:
-        return
-    if document_ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"document_ids are {document_ids.dtype}, want integers (torch.int64)")
+    if ids is not None and ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"document_ids are {ids.dtype}, want integers (torch.int64)")
 
 
 def _check_documents(state: AttentionState, ids: Tensor) -> None:
@@ -219,22 +207,25 @@ def _check_documents(state: AttentionState, ids: Tensor) -> None:
 
     ids: [b, 1 + t], the document before the segment and then those of its tokens.
     """
+
+    def check(ok: Tensor, message: str) -> None:
+        check_values(ok, message, lambda: ValueError(message))
+
     if torch.compiler.is_compiling():
         return
     has_past = state.position > 0
     if state.document is None:
-        _check(
+        check(
             ~has_past,
             "the state has seen tokens without document_ids, so it is unknown whether its document "
             "continues; pass document_ids from the start, or start over with state.reset",
         )
     before = torch.where(has_past, ids[:, 0], ids[:, 1])  # an empty row has no document yet
     ids = torch.cat([before.unsqueeze(-1), ids[:, 1:]], dim=1)
-    _check(ids >= 0, "document_ids must not be negative; mark padding by valid=False instead")
+    check(ids >= 0, "document_ids must not be negative; mark padding by valid=False instead")
     ordered = ids.sort(dim=1).values
     n_documents = (ordered[:, 1:] != ordered[:, :-1]).sum(1)
-    n_changes = (ids[:, 1:] != ids[:, :-1]).sum(1)
-    contiguous = n_documents == n_changes
+    contiguous = n_documents == (ids[:, 1:] != ids[:, :-1]).sum(1)  # as many as changes
 
     def error() -> ValueError:
         row = int((~contiguous).nonzero()[0])
@@ -244,10 +235,6 @@ def _check_documents(state: AttentionState, ids: Tensor) -> None:
         )
 
     check_values(contiguous, "a document id reappears after another document", error)
-
-
-def _check(ok: Tensor, message: str) -> None:
-    check_values(ok, message, lambda: ValueError(message))
 
 
 def document_ids_from_starts(starts: Tensor, document: Tensor | None = None) -> Tensor:
@@ -263,7 +250,8 @@ def next_position(position: Tensor, seq_len: int, packing: Packing | None) -> Te
     """Return the position of each row in its document after the segment: [b]."""
     if packing is None:
         return position + seq_len
-    return packing.n_tokens() - packing.last_start(position)
+    n_tokens = seq_len if packing.length is None else packing.length
+    return n_tokens - packing.last_start(position)
 
 
 def newest(window: Tensor, segment: Tensor, n: int, length: Tensor | None, dim: int) -> Tensor:
@@ -354,18 +342,13 @@ class AttentionInputs:
         """Return consecutive segments with these lengths."""
         if len(lens) == 1:
             return [self]
-        n, bias = len(lens), self.by_distance
-        segments = zip(
-            split(self.q, lens, -2),
-            split(self.k_hat, lens, -2),
-            split(self.z, lens, -1),
-            split(self.v, lens, -2),
-            [self.codebook] * n,
-            [None] * n if bias is None else split(bias, lens, -2),
-            [None] * n if self.packing is None else self.packing.split(lens),
-            strict=True,
-        )
-        return [AttentionInputs(*segment) for segment in segments]
+        packings = [None] * len(lens) if self.packing is None else self.packing.split(lens)
+        segments, start = [], 0
+        for n, packing in zip(lens, packings, strict=True):
+            segment = self._map(lambda x, dim, at=start, n=n: x.narrow(dim, at, n))  # type: ignore[misc]
+            segments.append(replace(segment, packing=packing))
+            start += n
+        return segments
 
     def padded(self, seq_len: int) -> AttentionInputs:
         """Return the same segment with zeros at the end, up to seq_len tokens."""
@@ -376,24 +359,3 @@ class AttentionInputs:
     def blocked(self, n_blocks: int) -> AttentionInputs:
         """Return a view in which the axis of tokens is divided into n_blocks blocks."""
         return self._map(lambda x, dim: x.unflatten(dim, (n_blocks, -1)))
-
-    def check(self, state: AttentionState) -> None:
-        """Raise ValueError if the shapes do not fit each other or the state."""
-        shapes = {
-            "q": (self.q, "bhgtk"),
-            "k_hat": (self.k_hat, "bhtk"),
-            "z": (self.z, "bht"),
-            "v": (self.v, "bhtv"),
-            "codebook": (self.codebook, "hsk"),
-            "state_keys": (state.k, "bhLk"),
-            "state_values": (state.v, "bhLv"),
-        }
-        if self.by_distance is not None:
-            shapes["by_distance"] = (self.by_distance, "bhgtd")
-        check_shapes(**shapes)
-        window_len = state.k.shape[-2]
-        if self.by_distance is not None and self.by_distance.shape[-1] != window_len + 1:
-            raise ValueError(
-                f"by_distance has {self.by_distance.shape[-1]} distances, want {window_len + 1}: "
-                f"{window_len}, ..., 0 for the window of the state"
-            )

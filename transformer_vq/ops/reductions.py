@@ -33,7 +33,7 @@ def check_method(reduction: str, backend: str) -> None:
 
 
 def exclusive_prefix(
-    blocks: CacheStats, initial: CacheStats, reduction: str = "auto"
+    blocks: CacheStats, initial: CacheStats, reduction: str = "serial"
 ) -> tuple[CacheStats, CacheStats]:
     """Return the cache before each block, and the cache after the last one.
 
@@ -44,7 +44,7 @@ def exclusive_prefix(
     if not is_exported and n_blocks == 1:
         first = CacheStats(initial.mean.unsqueeze(-3), initial.count.unsqueeze(-2))
         return first, merge(initial, blocks.blocks(0))
-    if reduction in ("auto", "serial") and not is_exported:
+    if reduction == "serial" and not is_exported:
         return _serial(blocks, initial)
     scan = _matmul if reduction == "matmul" else _associative
     if is_exported:  # a fold or a tree would fix the number of blocks

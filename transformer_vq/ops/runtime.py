@@ -30,12 +30,6 @@ class Execution:
     """Whether training uses torch.compile by default. Compiled layers use the plain implementation
     with differentiable operations, which the compiler fuses; eager layers use the fused one."""
 
-    def __post_init__(self) -> None:
-        for name in ("segment_scores", "tile_queries"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: must be at least 1")
-
 
 EXECUTIONS = {
     # Tiles of 256 queries: their scores stay in the caches of a core.

@@ -8,11 +8,12 @@ positions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 from transformer_vq.ops.cache import CacheStats
 from transformer_vq.ops.runtime import tensor_tree
@@ -48,7 +49,7 @@ class RowState:
     @property
     def n_bytes(self) -> int:
         """Size of all tensors in bytes."""
-        return sum(x.numel() * x.element_size() for x in _tensors(self))
+        return sum(x.numel() * x.element_size() for x in tree_leaves(self) if isinstance(x, Tensor))
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,8 @@ class AttentionState(RowState):
     position: Tensor
     document: Tensor | None = field(default=None, kw_only=True)
     """Id of the current document of each row, [b]; None if no ids were given."""
-    sinusoid_mask: Tensor | None = field(
-        default=None, kw_only=True, metadata={"shared_by_rows": True}
-    )
-    """Dropout mask of the sinusoids, [d, d_model]: drawn once per sequence."""
+    sinusoid_mask: Tensor | None = field(default=None, kw_only=True)
+    """Dropout mask of the sinusoids, [d, d_model]: drawn once per sequence, shared by all rows."""
 
     @property
     def window_valid(self) -> Tensor:
@@ -120,24 +119,11 @@ class FullState(AttentionState):
     """The state of full attention: all keys and values."""
 
 
-def _map(fn: Callable[[Tensor], Tensor], tree: Any, only_rows: bool = False) -> Any:
-    """Apply `fn` to all tensors in nested dataclasses and tuples, or only to those with a batch."""
-    if isinstance(tree, Tensor):
-        return fn(tree)
-    if isinstance(tree, tuple):
-        return tuple(_map(fn, item, only_rows) for item in tree)
-    if tree is None:
-        return tree
-    chosen = [f.name for f in fields(tree) if not (only_rows and f.metadata.get("shared_by_rows"))]
-    return replace(tree, **{name: _map(fn, getattr(tree, name), only_rows) for name in chosen})
+def _map(fn: Callable[[Tensor], Tensor], state: Any, only_rows: bool = False) -> Any:
+    """Apply `fn` to all tensors of a state, or only to those with a batch."""
 
+    def apply(path: tuple[Any, ...], x: Any) -> Any:
+        is_shared = only_rows and path[-1].name == "sinusoid_mask"
+        return fn(x) if isinstance(x, Tensor) and not is_shared else x
 
-def _tensors(tree: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-
-    def note(x: Tensor) -> Tensor:
-        found.append(x)
-        return x
-
-    _map(note, tree)
-    return found
+    return tree_map_with_path(apply, state)

@@ -38,7 +38,7 @@ class Exchange:
     def __call__(self, inputs: AttentionInputs, state: VQState) -> VQState:
         """Return the state after all tokens of lower ranks.
 
-        inputs: of this rank's shard. state: on rank 0 the state carried from the previous window;
+        inputs: of this rank's shard. state: on rank 0 the state carried from the previous span;
         on other ranks only its position is used.
         """
         k_hat, z, v = inputs.k_hat, inputs.z, inputs.v
@@ -143,7 +143,7 @@ def exchange_states(model: TransformerVQ, group: dist.ProcessGroup, compiled: bo
 
 
 def own_shard(batch: Batch, state: ModelState, rank: int, size: int) -> tuple[Batch, ModelState]:
-    """Return this rank's shard of a window, and the state with the positions before it."""
+    """Return this rank's shard of a span, and the state with the positions before it."""
     if size == 1:
         return batch, state
     before = batch.map(lambda x: x[:, : rank * (x.shape[1] // size)])
@@ -151,7 +151,7 @@ def own_shard(batch: Batch, state: ModelState, rank: int, size: int) -> tuple[Ba
 
 
 def own_columns(batch: Batch, rank: int, size: int) -> Batch:
-    """Return this rank's shard of a window; padding is checked while it is on the host."""
+    """Return this rank's shard of a span; padding is checked while it is on the host."""
     length, valid = batch.tokens.shape[1] // size, batch.valid
     if size > 1 and valid is not None and is_readable(valid) and _has_inner_padding(valid):
         raise UserError("parallel.cp: padding must be at the end of rows")
@@ -176,7 +176,7 @@ def after_tokens(state: ModelState, batch: Batch) -> ModelState:
 
 
 def pass_to_first_rank(state: ModelState, group: dist.ProcessGroup) -> ModelState:
-    """Send the windows and caches of the last rank to rank 0, for the next window.
+    """Send the windows and caches of the last rank to rank 0, for the next span.
 
     On other ranks they stay as they are, because they are not used there.
     """

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from transformer_vq.config import RunConfig
@@ -53,6 +54,48 @@ def shard_parameters(model: TransformerVQ, config: RunConfig, world: World) -> N
     # No policy for embeddings and head: logits are computed in float32.
     scalars = {p for p in model.parameters() if p.ndim == 0}  # FSDP cannot shard them
     fully_shard(model, mesh=mesh, ignored_params=scalars)
+
+
+def sharded_parameters(
+    model: TransformerVQ, axes: dict[str, int], mesh: DeviceMesh
+) -> dict[str, nn.Parameter]:
+    """Return all parameters as DTensors, because optimizers cannot mix them with plain tensors.
+
+    Plain tensors become views of the same memory. Those named in `axes` are shards along that
+    axis over the mesh; the others are replicated.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # takes a second to load
+
+    found: dict[str, nn.Parameter] = {}
+    by_fsdp = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
+    mesh = mesh if by_fsdp is None else by_fsdp.device_mesh
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            found[name] = p
+            continue
+        replicated = [Replicate()] * mesh.ndim
+        placements = [Shard(axes[name])] if name in axes else replicated
+        found[name] = nn.Parameter(
+            DTensor.from_local(p.detach(), mesh, placements, run_check=False)
+        )
+    return found
+
+
+def set_gradient(view: Tensor, grad: Tensor) -> None:
+    """Set the gradient of a parameter view from that of the local tensor."""
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(view, DTensor)
+    view.grad = DTensor.from_local(grad, view.device_mesh, view.placements, run_check=False)
+
+
+def shard_like(x: Tensor, p: Tensor) -> Tensor:
+    """Shard a full tensor like p if they have the same shape, else replicate it."""
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    assert isinstance(p, DTensor)
+    replicated = [Replicate()] * p.device_mesh.ndim
+    return distribute_tensor(x, p.device_mesh, p.placements if x.shape == p.shape else replicated)
 
 
 def default_group() -> dist.ProcessGroup | None:

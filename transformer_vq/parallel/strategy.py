@@ -9,22 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from transformer_vq.config import ParallelConfig, RunConfig
 from transformer_vq.data.batches import Batch
-from transformer_vq.device import to_device
+from transformer_vq.device import compiles_training, to_device
 from transformer_vq.errors import UserError
 from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import CodeUsage
-from transformer_vq.parallel.compilation import (
-    can_compile,
-    compile_branches,
-    compiles,
-)
 from transformer_vq.parallel.context_parallel import (
     after_tokens,
     exchange_states,
@@ -32,15 +29,25 @@ from transformer_vq.parallel.context_parallel import (
     own_shard,
     pass_to_first_rank,
 )
-from transformer_vq.parallel.data_parallel import replicate, shard_parameters, total_usage
-from transformer_vq.parallel.rng import RNGStreams
+from transformer_vq.parallel.data_parallel import (
+    replicate,
+    set_gradient,
+    shard_like,
+    shard_parameters,
+    sharded_parameters,
+    total_usage,
+)
 from transformer_vq.parallel.tensor_parallel import (
     STATE,
     check_widths,
     shard_widths,
+    sharded,
     unsharded_parameters,
 )
 from transformer_vq.parallel.world import World
+from transformer_vq.progress import info
+
+COMPILER = "inductor"
 
 
 def check_mesh(config: RunConfig, mesh: ParallelConfig) -> None:
@@ -79,15 +86,24 @@ def check_mesh(config: RunConfig, mesh: ParallelConfig) -> None:
         )
 
 
+def can_compile(config: RunConfig, mesh: ParallelConfig) -> bool:
+    """Return whether a run can be compiled on a mesh.
+
+    Context and tensor parallelism communicate within a branch, which interrupts its graph. The
+    compiler would leave a checkpointed function with an interruption uncompiled.
+    """
+    return not (config.train.checkpoint_activations and mesh.cp * mesh.tp > 1)
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """This rank's part of a micro-batch, with the states before it."""
 
-    window: Batch
+    span: Batch
     """All tokens of the rows of this rank."""
     shard: Batch
-    """The tokens that this rank processes; the window itself without context parallelism."""
-    before_window: ModelState
+    """The tokens that this rank processes; the span itself without context parallelism."""
+    before_span: ModelState
     before_shard: ModelState
     n_targets: int
     """Number of targets of the shard, without padding."""
@@ -103,7 +119,8 @@ class ParallelStrategy:
         self.config = config
         self.world = world
         self._device = next(model.parameters()).device
-        self.is_compiled = compiles(config, mesh, self._device)
+        is_asked = compiles_training(config.train.compile, self._device)
+        self.is_compiled = is_asked and can_compile(config, mesh)
         """Whether training passes are compiled."""
         self._tp_axes = shard_widths(model, world, self.is_compiled) if mesh.tp > 1 else {}
         if mesh.cp > 1:
@@ -126,8 +143,6 @@ class ParallelStrategy:
     def _parameters(self) -> dict[str, nn.Parameter]:
         if not self._is_sharded:
             return dict(self.model.named_parameters())
-        from transformer_vq.parallel.sharding import sharded_parameters
-
         return sharded_parameters(self.model, self._tp_axes, self.world.axes["tp"])
 
     # One training step: micro_batch -> forward -> backward -> carry, then the sums.
@@ -138,26 +153,23 @@ class ParallelStrategy:
     ) -> Iterator[MicroBatch]:
         """Yield this rank's part of one of `train.accumulate` micro-batches.
 
-        batch: the batch of all ranks. state: that of this rank's rows before the window. The body
+        batch: the batch of all ranks. state: that of this rank's rows before the span. The body
         runs the forward and backward pass; the last backward pass averages the gradients.
         """
         n_parts, n_ranks = self.config.train.accumulate, self.world.size("rows")
         n_rows = batch.tokens.shape[0] // (n_parts * n_ranks)
         first = (index * n_ranks + self.world.rank("rows")) * n_rows
         rows = batch.map(lambda x: x[first : first + n_rows])
+        rank, size = self.world.rank("cp"), self.world.size("cp")
         # Counted on the host: reading a number from a GPU would wait for it.
-        n_targets = own_columns(rows, self.world.rank("cp"), self.world.size("cp")).n_targets
-        window = rows.map(lambda x: to_device(x, self._device))
-        shard, before_shard = self.local_shard(window, state)
+        n_targets = own_columns(rows, rank, size).n_targets
+        span = rows.map(lambda x: to_device(x, self._device))
+        shard, before_shard = own_shard(span, state, rank, size)
         if self._streams is not None:
             self._streams.start(step, index)
         is_last = index == n_parts - 1
         with nullcontext() if self._ddp is None or is_last else self._ddp.no_sync():
-            yield MicroBatch(window, shard, state, before_shard, n_targets)
-
-    def local_shard(self, window: Batch, state: ModelState) -> tuple[Batch, ModelState]:
-        """Return the tokens of a window that this rank processes, and the state before them."""
-        return own_shard(window, state, self.world.rank("cp"), self.world.size("cp"))
+            yield MicroBatch(span, shard, state, before_shard, n_targets)
 
     def forward(self, part: MicroBatch) -> ModelOutput:
         """Return the output of the model for this rank's tokens."""
@@ -174,10 +186,10 @@ class ParallelStrategy:
         (self.world.size("data") * loss).backward()
 
     def carry(self, part: MicroBatch, after: ModelState) -> ModelState:
-        """Return the state after the window. after: the state after this rank's shard."""
+        """Return the state after the span. after: the state after this rank's shard."""
         if self.world.size("cp") == 1:
             return after
-        end = after_tokens(part.before_window, part.window).layers[0]
+        end = after_tokens(part.before_span, part.span).layers[0]
         after = pass_to_first_rank(after, self.world.group("cp"))
         layers = (
             replace(layer, position=end.position, document=end.document) for layer in after.layers
@@ -191,7 +203,8 @@ class ParallelStrategy:
 
     def sum_usages(self, usages: tuple[CodeUsage, ...]) -> tuple[CodeUsage, ...]:
         """Return the code usage summed over all ranks with different tokens."""
-        return total_usage(usages, self.world.group_or_none("data"))
+        group = None if self.world.size("data") == 1 else self.world.group("data")
+        return total_usage(usages, group)
 
     def finish_gradients(self) -> None:
         """After the last backward pass, give the optimizer the gradients of the full batch."""
@@ -205,8 +218,6 @@ class ParallelStrategy:
             view = self.parameters[name]
             if view is p or p.grad is None:
                 continue
-            from transformer_vq.parallel.sharding import set_gradient
-
             grad = p.grad
             if self.world.mesh.fsdp > 1:  # a scalar, which FSDP does not average
                 grad = self.world.sum(grad, "data") / self.world.size("data")
@@ -244,29 +255,20 @@ class ParallelStrategy:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Return a full tensor of the optimizer; all ranks must call this together."""
-        if not self._is_sharded:
-            return x
-        from transformer_vq.parallel.sharding import gather_full
-
-        return gather_full(x)
-
     def full(self, x: Tensor) -> Tensor:
-        """Return a full tensor as `gather` does, on its device."""
-        if not self._is_sharded:
-            return x
-        from transformer_vq.parallel.sharding import full_tensor
+        """Return a full tensor of the optimizer; all ranks must call this together."""
+        full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x  # a DTensor
+        return full
 
-        return full_tensor(x)
+    def gather(self, x: Tensor) -> Tensor:
+        """Return a full tensor as `full` does, on the CPU if it was sharded."""
+        full = self.full(x)
+        return x if full is x else full.cpu()
 
     def shard_like(self, x: Tensor, p: Tensor) -> Tensor:
         """Shard a full tensor of the optimizer that belongs to parameter p."""
-        if not self._is_sharded:
-            return x.to(p.device)
-        from transformer_vq.parallel.sharding import shard_like
-
-        return shard_like(x.to(p.device), p)
+        x = x.to(p.device)
+        return shard_like(x, p) if self._is_sharded else x
 
     def gather_state(self, state: ModelState, prefix: str) -> dict[str, Tensor]:
         """Return the full tensors of a state on rank 0, named as by `ModelState.to_tensors`.
@@ -296,5 +298,100 @@ class ParallelStrategy:
         field = name.rsplit("/", 1)[-1]
         if field == "sinusoid_mask":
             return {}
-        tp_dim = STATE[self.model.config.layer.heads.sharded].get(field)
+        tp_dim = STATE[sharded(self.model.config.layer.heads)].get(field)
         return {"rows": 0} if tp_dim is None else {"tp": tp_dim, "rows": 0}
+
+
+class RNGStreams:
+    """RNG streams of a rank, determined by the seed, the step and the mesh.
+
+    There are three, because ranks must agree on some dropout masks but not on others:
+
+    - `sinusoids`: dropout on the sinusoids, the same on all ranks; a checkpoint stores one mask.
+    - `rows`: LayerDrop, drawn per sequence; the same on ranks that share a sequence.
+    - `tokens`: residual dropout, drawn per token; different on every rank but those along tp.
+
+    Hooks on the branches switch between them during the forward pass. The model draws LayerDrop
+    masks before the first branch, sinusoid masks in a branch and residual dropout after it.
+    """
+
+    def __init__(self, model: TransformerVQ, world: World, seed: int) -> None:
+        self.device = world.device
+        self.seed = seed
+        self.stream_keys = {
+            "sinusoids": (0, 0, 0),
+            "rows": (1, world.rank("rows"), 0),
+            "tokens": (2, world.rank("rows"), world.rank("cp")),
+        }
+        self.states: dict[str, Tensor] = {}
+        self.current = "rows"
+        for branch in model.branches:
+            branch.register_forward_pre_hook(self._enter_branch)
+            branch.register_forward_hook(self._leave_branch)
+
+    def start(self, step: int, micro_batch: int) -> None:
+        """Seed all streams for the forward pass of one micro-batch of a step."""
+        for name, key in self.stream_keys.items():
+            sequence = np.random.SeedSequence([self.seed, step, micro_batch, *key])
+            generator = torch.Generator(self.device)
+            generator.manual_seed(int(sequence.generate_state(1, np.uint64)[0] >> 1))
+            self.states[name] = generator.get_state()
+        self.current = "rows"
+        self._set(self.states["rows"])
+
+    def _enter_branch(self, *_: Any) -> None:
+        if self.states:
+            self._switch("sinusoids")
+
+    def _leave_branch(self, *_: Any) -> None:
+        if self.states:
+            self._switch("tokens")
+
+    def _switch(self, name: str) -> None:
+        self.states[self.current] = self._get()
+        self.current = name
+        self._set(self.states[name])
+
+    def _get(self) -> Tensor:
+        if self.device.type == "cuda":
+            return torch.cuda.get_rng_state(self.device)
+        return torch.get_rng_state()
+
+    def _set(self, state: Tensor) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(state, self.device)
+        else:
+            torch.set_rng_state(state)
+
+
+def compile_branches(model: TransformerVQ, fullgraph: bool = True) -> None:
+    """Compile the forward and backward pass of every branch in place, for training only.
+
+    Each branch is compiled by itself. All branches of one shape share a graph, so the start takes
+    as long for 48 branches as for one. DDP and FSDP work between branches, in eager mode: they
+    average gradients while earlier branches are still in their backward pass.
+
+    Names of parameters and hooks of the branches stay as they are: hooks run in eager mode, before
+    and after a compiled branch. Evaluation mode stays eager, because its lengths vary.
+    fullgraph: False if a branch communicates with other ranks, which interrupts the graph.
+    """
+    # DDP's own way to split a graph is not needed, and it rejects activation checkpointing.
+    torch._dynamo.config.optimize_ddp = False
+    for branch in model.branches:
+        compiled = torch.compile(branch.forward, fullgraph=fullgraph, backend=COMPILER)
+        branch.forward = _in_training(branch, compiled, branch.forward)
+    info(
+        "torch.compile is on: the first steps compile the layers, which may take minutes; "
+        "--train.no-compile turns it off"
+    )
+
+
+def _in_training(
+    branch: nn.Module, compiled: Callable[..., Any], eager: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a forward function that is compiled in training mode and eager otherwise."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if branch.training else eager)(*args, **kwargs)
+
+    return forward

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from transformer_vq.config import ModelConfig
+from transformer_vq.config import Heads, ModelConfig
 from transformer_vq.errors import UserError
 from transformer_vq.nn.attention import AttentionLayer
 from transformer_vq.nn.layers import FeedForward
@@ -42,9 +42,31 @@ STATE: dict[str, dict[str, int]] = {
 }
 
 
+def sharded(heads: Heads) -> str:
+    """Return what is sharded: the first of the three that there are several of."""
+    if heads.n_kv_head > 1:
+        return "heads"
+    return "query heads" if heads.n_head > 1 else "value columns"
+
+
+def shard_heads(heads: Heads, n: int) -> Heads:
+    """Return the geometry of one of n ranks; raise UserError if n does not divide it."""
+    what = sharded(heads)
+    width = {"heads": heads.n_kv_head, "query heads": heads.n_head, "value columns": heads.d_v}
+    if width[what] % n:
+        raise UserError(
+            f"parallel.tp={n}: does not divide the {width[what]} {what} of this model; choose a "
+            "divisor"
+        )
+    if what == "value columns":
+        return replace(heads, d_v=heads.d_v // n)
+    n_kv_head = heads.n_kv_head // n if what == "heads" else 1
+    return replace(heads, n_head=heads.n_head // n, n_kv_head=n_kv_head)
+
+
 def check_widths(config: ModelConfig, n: int) -> None:
     """Raise UserError if n ranks cannot shard the widths of a model evenly."""
-    config.layer.heads.shard(n)
+    shard_heads(config.layer.heads, n)
     if config.d_ff % n:
         raise UserError(
             f"parallel.tp={n}: does not divide the feed-forward width {config.d_ff}; choose a "
@@ -56,7 +78,7 @@ def sharded_axes(model: TransformerVQ) -> dict[str, int]:
     """Return the names of the parameters and buffers that are sharded, with their axes."""
     found: dict[str, int] = {}
     for number, branch in enumerate(model.branches):
-        axes = ATTENTION[model.config.layer.heads.sharded]
+        axes = ATTENTION[sharded(model.config.layer.heads)]
         if isinstance(branch, FeedForward):
             axes = FEED_FORWARD
         names = branch.state_dict()  # full attention has no codebooks
@@ -76,8 +98,8 @@ def shard_widths(model: TransformerVQ, world: World, compiled: bool = False) -> 
         tensors[name].data = world.shard(tensors[name].data, "tp", dim).clone()
     for branch in model.branches:
         if isinstance(branch, AttentionLayer):
-            branch.set_heads(heads.shard(world.size("tp")))
-        _add_hooks(branch, world, heads.sharded != "heads", compiled)
+            branch.set_heads(shard_heads(heads, world.size("tp")))
+        _add_hooks(branch, world, sharded(heads) != "heads", compiled)
     return axes
 
 

@@ -63,10 +63,6 @@ class World:
         """Return the process group along an axis; not for a single process."""
         return self.axes[axis].get_group()
 
-    def group_or_none(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the process group along an axis, or None if the axis has one rank."""
-        return None if self.size(axis) == 1 else self.group(axis)
-
     def sum(self, x: Tensor, axis: str) -> Tensor:
         """Return the sum of x over the ranks along an axis."""
         if self.size(axis) == 1:

@@ -12,7 +12,7 @@ from transformer_vq.errors import UserError
 from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.parallel.strategy import check_mesh
-from transformer_vq.parallel.tensor_parallel import sharded_axes
+from transformer_vq.parallel.tensor_parallel import shard_heads, sharded_axes
 
 FLOAT_BYTES = 4  # of a float32
 
@@ -166,7 +166,7 @@ def _state_bytes(config: ModelConfig, seq_len: int, n_bytes: int = FLOAT_BYTES, 
     n_bytes: per element of keys and values. The cache has float32 means and int64 counts.
     It cannot be measured on the meta device: the initial state of full attention is empty.
     """
-    geometry = config.layer.heads.shard(tp)
+    geometry = shard_heads(config.layer.heads, tp)
     kv_heads, d_v = geometry.n_kv_head, geometry.d_v
     if config.attention == "full":
         per_head = n_bytes * seq_len * (config.d_k + d_v)
@@ -190,7 +190,7 @@ def _activation_bytes(config: RunConfig, n_segments: int) -> int:
     """
     model, train, mesh = config.model, config.train, config.parallel
     n_rows = _micro_batch(config)
-    geometry, d_ff = model.layer.heads.shard(mesh.tp), model.d_ff // mesh.tp
+    geometry, d_ff = shard_heads(model.layer.heads, mesh.tp), model.d_ff // mesh.tp
     heads, kv_heads, d_v = geometry.n_head, geometry.n_kv_head, geometry.d_v
     n_bytes = 2 if train.precision == "bf16" else FLOAT_BYTES
     state_before = _state_bytes(model, train.seq_len - train.backprop_len, n_bytes, mesh.tp)

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from transformer_vq.errors import UserError
 from transformer_vq.ops.cache import CacheStats
+from transformer_vq.ops.fused import apply_by_head
 from transformer_vq.ops.packing import AttentionInputs, Eviction, shift_in
 from transformer_vq.ops.runtime import full_precision
 from transformer_vq.ops.state import VQState
@@ -50,12 +51,11 @@ def attend_blocks(
     (b, h, _, seq_len, _), packing = inputs.q.shape, inputs.packing
     _, n_blocks, n_query = evicted.counted.shape
     blocks = (n_blocks, state.k.shape[-2])
-    by_distance, start = inputs.by_distance, (-state.position).unsqueeze(-1).expand(b, seq_len)
+    start = (-state.position).unsqueeze(-1).expand(b, seq_len)
     if packing is not None:
         start = packing.doc_start.contiguous()
-    mean, count = None, evicted.counted.new_zeros(b * h, 0, dtype=torch.int64)
+    count = inputs.z.new_zeros(b * h, 0)
     if state.cache is not None:
-        mean = state.cache.mean.flatten(0, 1).contiguous()
         count = state.cache.count.flatten(0, 1).contiguous()
     z_prev = shift_in(state.z, inputs.z, n_blocks, dim=-1)
     segment = Segment(
@@ -69,22 +69,9 @@ def attend_blocks(
         carry=None if evicted.carry is None else evicted.carry.contiguous(),
         start=start,
         has_documents=packing is not None,
-        grad_through_cache=grad_through_cache and mean is not None,
+        grad_through_cache=grad_through_cache and state.cache is not None,
     )
-    output, mean, count = _Attention.apply(  # type: ignore[no-untyped-call]
-        inputs.q.to(v.dtype).flatten(0, 1).contiguous(),
-        inputs.k_hat.to(v.dtype).flatten(0, 1).contiguous(),
-        v.flatten(0, 1).contiguous(),
-        None if by_distance is None else by_distance.flatten(0, 1).contiguous(),
-        state.k.to(v.dtype).flatten(0, 1).contiguous(),
-        state.v.to(v.dtype).flatten(0, 1).contiguous(),
-        mean,
-        segment,
-    )
-    output = output.unflatten(0, (b, h))
-    if mean is None:
-        return output, None
-    return output, CacheStats(mean.unflatten(0, (b, h)), count.unflatten(0, (b, h)))
+    return apply_by_head(_Attention, inputs, state, segment)
 
 
 class _Attention(torch.autograd.Function):
@@ -104,14 +91,20 @@ class _Attention(torch.autograd.Function):
         segment: Segment,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.segment = segment
+        # Kernels need contiguous tensors.
+        q, k, v, k_window, v_window = (x.contiguous() for x in (q, k, v, k_window, v_window))
+        by_distance = None if by_distance is None else by_distance.contiguous()
+        mean = None if mean is None else mean.contiguous()
         k_prev, v_prev = _previous(k_window, k, segment), _previous(v_window, v, segment)
         before = None if mean is None else prefix(segment, v_prev, mean)
         counts = segment.count if before is None else before.counts
+        scored = (q, k_prev, k, by_distance, counts)
         if v.shape[-1] == q.shape[-1] <= MAX_FLASH:
-            out, lse = flash_blocks(segment, q, k_prev, k, v_prev, v, by_distance, before)
+            values = (v_prev, v, v if before is None else before.means)
+            out, lse = flash_blocks(segment, values, *scored)
         else:
-            lse = block_lse(segment, q, k_prev, k, by_distance, counts)
-            w = block_weights(segment, q, k_prev, k, by_distance, counts, lse)
+            lse = block_lse(segment, *scored)
+            w = block_weights(segment, lse, *scored)
             out = _from_blocks(_weighted_values(w, segment, v_prev, v, before), segment)
         ctx.save_for_backward(q, k, v, by_distance, k_window, v_window, mean, lse)
         count = segment.count if before is None else before.counts[:, -1].contiguous()
@@ -128,7 +121,7 @@ class _Attention(torch.autograd.Function):
         k_prev, v_prev = _previous(k_window, k, segment), _previous(v_window, v, segment)
         before = None if mean is None else prefix(segment, v_prev, mean)
         counts = segment.count if before is None else before.counts
-        w = block_weights(segment, q, k_prev, k, by_distance, counts, lse)
+        w = block_weights(segment, lse, q, k_prev, k, by_distance, counts)
         d_o, q_rows = _to_blocks(d_out, segment), _to_blocks(q, segment)
         keys = (_flat(k_prev, segment), _flat(k, segment))
         values = (_flat(v_prev, segment), _flat(v, segment))

@@ -219,7 +219,7 @@ def softmax_backward(
     L: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the scores, in place of that of the weights: `fused._softmax_backward`.
+    """Gradient of the scores, in place of that of the weights: `fused.SOFTMAX_BACKWARD`.
 
     Also the gradient of the positional scores, [B, G, T, L + 1], as `fused.Tile.by_distance`: each
     of them is part of exactly one score.

@@ -60,8 +60,7 @@ def _launch_blocks(
     k: Tensor,
     by_distance: Tensor | None,
     counts: Tensor,
-    arguments: dict[str, Tensor | int],
-    constants: dict[str, Any],
+    **more: Any,
 ) -> None:
     """Launch a kernel with one program per tile of queries.
 
@@ -73,67 +72,62 @@ def _launch_blocks(
     launch(
         getattr(attention_kernels, name),
         (n_tiles(segment.n_query, rows), segment.n_blocks, q.shape[0] * q.shape[1]),
-        {
-            "q": q,
-            "k_prev": k_prev,
-            "k": k,
-            "by_distance": q if by_distance is None else by_distance,
-            "code": segment.codebook,
-            "count": counts,
-            "start": segment.start,
-            "n_blocks": segment.n_blocks,
-            "n_query": segment.n_query,
-            "n_group": q.shape[1],
-            "n_head": segment.n_head,
-            "start_row": segment.start.stride(0),
-            "start_step": segment.start.stride(1),
-            **arguments,
-        },
-        {
-            "L": window_len,
-            "S": n_code,
-            "DK": d_k,
-            "D": fit(d_k, 2**16),
-            "ROWS": rows,
-            "COLUMNS": fit(max(n_code, window_len), tiles.columns),
-            "HAS_BIAS": by_distance is not None,
-            "HAS_DOCUMENTS": segment.has_documents,
-            **dot_constants(q.dtype),
-            **constants,
-        },
         tiles,
+        q=q,
+        k_prev=k_prev,
+        k=k,
+        by_distance=q if by_distance is None else by_distance,
+        code=segment.codebook,
+        count=counts,
+        start=segment.start,
+        n_blocks=segment.n_blocks,
+        n_query=segment.n_query,
+        n_group=q.shape[1],
+        n_head=segment.n_head,
+        start_row=segment.start.stride(0),
+        start_step=segment.start.stride(1),
+        L=window_len,
+        S=n_code,
+        DK=d_k,
+        D=fit(d_k, 2**16),
+        ROWS=rows,
+        COLUMNS=fit(max(n_code, window_len), tiles.columns),
+        HAS_BIAS=by_distance is not None,
+        HAS_DOCUMENTS=segment.has_documents,
+        **dot_constants(q.dtype),
+        **more,
     )
 
 
-def block_lse(
-    segment: Segment,
-    q: Tensor,
-    k_prev: Tensor,
-    k: Tensor,
-    by_distance: Tensor | None,
-    counts: Tensor,
-) -> Tensor:
-    """Return the log of the softmax's sum, [B, g, t] in float32."""
+def block_lse(segment: Segment, q: Tensor, *keys: Any) -> Tensor:
+    """Return the log of the softmax's sum, [B, g, t] in float32. keys: as in `_launch_blocks`."""
     lse = q.new_empty(*q.shape[:3], dtype=torch.float32)
-    _launch_blocks("block_lse", segment, q, k_prev, k, by_distance, counts, {"lse": lse}, {})
+    _launch_blocks("block_lse", segment, q, *keys, lse=lse)
     return lse
 
 
-def block_weights(
-    segment: Segment,
-    q: Tensor,
-    k_prev: Tensor,
-    k: Tensor,
-    by_distance: Tensor | None,
-    counts: Tensor,
-    lse: Tensor,
-) -> Tensor:
-    """Return the weights, [B * r, g * i, s + L + i]."""
+def block_weights(segment: Segment, lse: Tensor, q: Tensor, *keys: Any) -> Tensor:
+    """Return the weights, [B * r, g * i, s + L + i]. keys: as in `_launch_blocks`."""
     shape = (q.shape[0] * segment.n_blocks, q.shape[1] * segment.n_query)
     w = q.new_empty(*shape, segment.n_code + segment.window_len + segment.n_query)
-    more: dict[str, Tensor | int] = {"weights": w, "lse": lse}
-    _launch_blocks("block_weights", segment, q, k_prev, k, by_distance, counts, more, {})
+    _launch_blocks("block_weights", segment, q, *keys, weights=w, lse=lse)
     return w
+
+
+def flash_blocks(
+    segment: Segment, values: tuple[Tensor, Tensor, Tensor], q: Tensor, *keys: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the output, [B, g, t, v], and the log of the softmax's sum, in one kernel.
+
+    values: those before each block, of its own and of the cache. keys: as in `_launch_blocks`.
+    """
+    v_prev, v, mean = values
+    out = v.new_empty(*q.shape[:3], v.shape[-1])
+    lse = q.new_empty(*q.shape[:3], dtype=torch.float32)
+    more: dict[str, Any] = {"v_prev": v_prev, "v": v, "mean": mean, "out": out, "lse": lse}
+    more |= {"DV": v.shape[-1], "V": fit(v.shape[-1], 2**16)}
+    _launch_blocks("flash_blocks", segment, q, *keys, **more)
+    return out, lse
 
 
 def softmax_backward_(
@@ -150,46 +144,20 @@ def softmax_backward_(
             segment.n_blocks,
             w.shape[0] // segment.n_blocks * n_group,
         ),
-        {
-            "weights": w,
-            "d_weights": d_w,
-            "d_by_distance": w if d_by_distance is None else d_by_distance,
-            "n_blocks": segment.n_blocks,
-            "n_query": segment.n_query,
-            "n_group": n_group,
-        },
-        {
-            "L": segment.window_len,
-            "S": segment.n_code,
-            "ROWS": rows,
-            "COLUMNS": fit(w.shape[-1], tiles.columns),
-            "HAS_BIAS": by_distance is not None,
-        },
         tiles,
+        weights=w,
+        d_weights=d_w,
+        d_by_distance=w if d_by_distance is None else d_by_distance,
+        n_blocks=segment.n_blocks,
+        n_query=segment.n_query,
+        n_group=n_group,
+        L=segment.window_len,
+        S=segment.n_code,
+        ROWS=rows,
+        COLUMNS=fit(w.shape[-1], tiles.columns),
+        HAS_BIAS=by_distance is not None,
     )
     return d_by_distance
-
-
-def flash_blocks(
-    segment: Segment,
-    q: Tensor,
-    k_prev: Tensor,
-    k: Tensor,
-    v_prev: Tensor,
-    v: Tensor,
-    by_distance: Tensor | None,
-    before: Prefix | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the output, [B, g, t, v], and the log of the softmax's sum, in one kernel."""
-    d_v = v.shape[-1]
-    out = v.new_empty(*q.shape[:3], d_v)
-    lse = q.new_empty(*q.shape[:3], dtype=torch.float32)
-    counts = segment.count if before is None else before.counts
-    mean = v if before is None else before.means
-    more: dict[str, Tensor | int] = {"v_prev": v_prev, "v": v, "mean": mean, "out": out, "lse": lse}
-    constants = {"DV": d_v, "V": fit(d_v, 2**16)}
-    _launch_blocks("flash_blocks", segment, q, k_prev, k, by_distance, counts, more, constants)
-    return out, lse
 
 
 def prefix(segment: Segment, v_prev: Tensor, mean: Tensor) -> Prefix:
@@ -203,31 +171,27 @@ def prefix(segment: Segment, v_prev: Tensor, mean: Tensor) -> Prefix:
     launch(
         code_kernels.cache_prefix,
         (n_tiles(d_v, values), n_tiles(n_code, rows), n_rows),
-        {
-            "z": segment.codes,
-            "v": v_prev,
-            "counted": segment.counted,
-            "carry": segment.codes if segment.carry is None else segment.carry,
-            "mean": mean,
-            "count": segment.count,
-            "means": means,
-            "counts": counts,
-            "mean_after": after,
-            "n_blocks": segment.n_blocks,
-            "n_query": segment.n_query,
-            "n_head": segment.n_head,
-            "d_v": d_v,
-        },
-        {
-            "L": segment.window_len,
-            "S": n_code,
-            "ROWS": rows,
-            "COLUMNS": fit(segment.n_query, tiles.columns),
-            "VALUES": values,
-            "HAS_CARRY": segment.carry is not None,
-            **dot_constants(v_prev.dtype, exact=True),
-        },
         tiles,
+        z=segment.codes,
+        v=v_prev,
+        counted=segment.counted,
+        carry=segment.codes if segment.carry is None else segment.carry,
+        mean=mean,
+        count=segment.count,
+        means=means,
+        counts=counts,
+        mean_after=after,
+        n_blocks=segment.n_blocks,
+        n_query=segment.n_query,
+        n_head=segment.n_head,
+        d_v=d_v,
+        L=segment.window_len,
+        S=n_code,
+        ROWS=rows,
+        COLUMNS=fit(segment.n_query, tiles.columns),
+        VALUES=values,
+        HAS_CARRY=segment.carry is not None,
+        **dot_constants(v_prev.dtype, exact=True),
     )
     return Prefix(means, counts, after)
 
@@ -251,43 +215,40 @@ def prefix_gradient(
     launch(
         code_kernels.cache_suffix,
         (n_tiles(d_v, values), n_tiles(n_code, rows), n_rows),
-        {
-            "d_means": d_means,
-            "counts": counts,
-            "carry": counts if segment.carry is None else segment.carry,
-            "d_after": d_means if d_after is None else d_after.contiguous(),
-            "sums": sums,
-            "d_mean": d_mean,
-            "n_blocks": n_blocks,
-            "n_head": segment.n_head,
-            "d_v": d_v,
-        },
-        {
-            "S": n_code,
-            "ROWS": rows,
-            "VALUES": values,
-            "HAS_CARRY": segment.carry is not None,
-            "HAS_AFTER": d_after is not None,
-        },
         tiles,
+        d_means=d_means,
+        counts=counts,
+        carry=counts if segment.carry is None else segment.carry,
+        d_after=d_means if d_after is None else d_after.contiguous(),
+        sums=sums,
+        d_mean=d_mean,
+        n_blocks=n_blocks,
+        n_head=segment.n_head,
+        d_v=d_v,
+        S=n_code,
+        ROWS=rows,
+        VALUES=values,
+        HAS_CARRY=segment.carry is not None,
+        HAS_AFTER=d_after is not None,
     )
     tiles = tiles_of("evicted_gradient", d_v_prev.dtype)
     rows, values = fit(segment.n_query, tiles.rows), fit(d_v, tiles.values)
     launch(
         code_kernels.evicted_gradient,
         (n_tiles(d_v, values), n_tiles(segment.n_query, rows), n_rows * n_blocks),
-        {
-            "sums": sums,
-            "z": segment.codes,
-            "counted": segment.counted,
-            "d_v_prev": d_v_prev,
-            "n_blocks": n_blocks,
-            "n_query": segment.n_query,
-            "n_head": segment.n_head,
-            "d_v": d_v,
-        },
-        {"L": segment.window_len, "S": n_code, "ROWS": rows, "VALUES": values},
         tiles,
+        sums=sums,
+        z=segment.codes,
+        counted=segment.counted,
+        d_v_prev=d_v_prev,
+        n_blocks=n_blocks,
+        n_query=segment.n_query,
+        n_head=segment.n_head,
+        d_v=d_v,
+        L=segment.window_len,
+        S=n_code,
+        ROWS=rows,
+        VALUES=values,
     )
     return d_mean
 
@@ -302,22 +263,18 @@ def nearest_code(k: Tensor, codebook: Tensor) -> Tensor:
     launch(
         code_kernels.nearest_code,
         (n_tiles(t, rows), b * h),
-        {
-            "k": k,
-            "code": codebook,
-            "half_norm": codebook.square().sum(-1) / 2,
-            "z": z,
-            "seq_len": t,
-            "n_head": h,
-        },
-        {
-            "S": n_code,
-            "DK": d_k,
-            "D": fit(d_k, 2**16),
-            "ROWS": rows,
-            "COLUMNS": fit(n_code, tiles.columns),
-            "PRECISION": dot_constants(k.dtype, exact=True)["PRECISION"],
-        },
         tiles,
+        k=k,
+        code=codebook,
+        half_norm=codebook.square().sum(-1) / 2,
+        z=z,
+        seq_len=t,
+        n_head=h,
+        S=n_code,
+        DK=d_k,
+        D=fit(d_k, 2**16),
+        ROWS=rows,
+        COLUMNS=fit(n_code, tiles.columns),
+        PRECISION=dot_constants(k.dtype, exact=True)["PRECISION"],
     )
     return z

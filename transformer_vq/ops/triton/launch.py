@@ -79,19 +79,16 @@ def is_interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def launch(
-    kernel: Any,
-    grid: tuple[int, ...],
-    arguments: Mapping[str, Tensor | int],
-    constants: Mapping[str, Any],
-    tiles: Tiles,
-) -> None:
-    """Run a kernel on the device of its tensors."""
+def launch(kernel: Any, grid: tuple[int, ...], tiles: Tiles, **values: Any) -> None:
+    """Run a kernel on the device of its tensors. values: by name; constants are in capitals."""
+    constants = {name: x for name, x in values.items() if name.isupper()}
+    arguments = {name: x for name, x in values.items() if not name.isupper()}
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    if _recorded is not None:
-        _recorded.append(Launch(kernel, grid, dict(arguments), dict(constants), options))
-        return
-    run(Launch(kernel, grid, arguments, constants, options))
+    call = Launch(kernel, grid, arguments, constants, options)
+    if _recorded is None:
+        run(call)
+    else:
+        _recorded.append(call)
 
 
 def run(call: Launch) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from transformer_vq.errors import UserError
 from transformer_vq.ops.cache import CacheStats, fraction, merge
-from transformer_vq.ops.runtime import is_symbolic
+from transformer_vq.ops.runtime import full_precision, is_symbolic
 
 REDUCTIONS = ("auto", "serial", "matmul", "associative", "input_scan")
 BACKENDS = ("auto", "eager", "triton")
@@ -89,7 +89,8 @@ def _matmul(chain: CacheStats) -> CacheStats:
     tokens = chain.count.transpose(-1, -2).unsqueeze(-2) * reaches  # [..., s, r, g]
     count = tokens.sum(-1)
     share = fraction(tokens, count.unsqueeze(-1), chain.mean.dtype)
-    mean = torch.einsum("...srg,...gsv->...rsv", share, chain.mean)
+    with full_precision(share.device):  # a mean in bfloat16 would not be a running mean
+        mean = torch.einsum("...srg,...gsv->...rsv", share, chain.mean)
     return CacheStats(mean, count.transpose(-1, -2))
 
 

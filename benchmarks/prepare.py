@@ -21,7 +21,7 @@ from transformer_vq.data.bpe import LINE_STARTS
 from transformer_vq.data.corpus import Corpus
 from transformer_vq.data.hf_tokenizer import import_tokenizers
 from transformer_vq.data.prepare import prepare
-from transformer_vq.data.tokenizers import SEGMENT, TOKENIZER_FILES, divide, import_sentencepiece
+from transformer_vq.data.tokenizers import CHUNK_CHARS, TOKENIZER_FILES, divide, import_sentencepiece
 from transformer_vq.errors import UserError
 from transformer_vq.measure import machine
 from transformer_vq.progress import info
@@ -154,7 +154,7 @@ def _library_throughput(file: Path, texts: list[str]) -> float:
     best = 0.0
     for batch in (
         chosen,
-        [part for text in chosen for part in divide(text, SEGMENT, LINE_STARTS) if part],
+        [part for text in chosen for part in divide(text, CHUNK_CHARS, LINE_STARTS) if part],
     ):
         start = time.perf_counter()
         encode(batch)

@@ -503,7 +503,7 @@ def _trainer(
     train = TrainConfig(batch_size=b, seq_len=t, backprop_len=t, precision=precision)
     trainer = Trainer(make_model(config), RunConfig(config, train=train), device)
     tokens = torch.randint(config.vocab_size, shape)
-    batch = Batch(tokens, tokens.roll(-1, dims=1), torch.arange(t).expand(shape))
+    batch = Batch(tokens, tokens.roll(-1, dims=1))
     return lambda: trainer.step(batch, 0, begins=True)
 
 

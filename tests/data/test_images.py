@@ -13,6 +13,7 @@ from transformer_vq.data import images
 from transformer_vq.data.images import decode_image, images_to_tokens, tokens_to_images
 from transformer_vq.data.paths import SPLITS, DataError
 from transformer_vq.data.prepare import prepare
+from transformer_vq.data.text import reading
 from transformer_vq.errors import MissingExtraError
 
 
@@ -245,7 +246,10 @@ def test_mutated_files_are_rejected_in_one_line_or_read_correctly(folder, save):
         path.write_bytes(mutated)
         try:
             found = images.find_imagenet64(folder)
-            tokens = [piece.data for item in found if item.split != "test" for piece in item.read()]
+            tokens = []
+            for item in found:
+                with reading(item.path):
+                    tokens += [data for (data,) in item.read() if item.split != "test"]
             message = ""
         except DataError as error:
             tokens, message = list(map(bytes, rows)), str(error)

@@ -14,11 +14,13 @@ import tokenizers
 from data_helpers import CONTENT, documents, open_rejection, rejection, story
 
 from transformer_vq.config import DataConfig
-from transformer_vq.data import prepare as module
+from transformer_vq.data import documents as module
+from transformer_vq.data import prepare as preparing
 from transformer_vq.data import text as reading
 from transformer_vq.data.corpus import Corpus, SplitSize
 from transformer_vq.data.paths import SPLITS
-from transformer_vq.data.prepare import count_words, prepare
+from transformer_vq.data.documents import count_words
+from transformer_vq.data.prepare import prepare
 from transformer_vq.data.text import Input
 
 TEXTS = [f"Document {i}\n\n" + "".join(f"line {j} of {i}\n" for j in range(i)) for i in range(40)]
@@ -108,7 +110,7 @@ def test_a_vocabulary_is_never_learned_from_held_out_text(text, tmp_path):
 
 
 def test_a_vocabulary_is_learned_from_a_limited_amount_of_text(folder, jsonl, monkeypatch):
-    monkeypatch.setattr(module, "MAX_CHARS", 3000)
+    monkeypatch.setattr(preparing, "MAX_LEARN_BYTES", 3000)
     one = prepare(replace(folder, tokenizer="bpe"), 280)
     other = prepare(replace(jsonl, tokenizer="bpe"), 280)
     assert one.tokenizer_sha256 == other.tokenizer_sha256
@@ -160,7 +162,7 @@ def test_an_interruption_loses_only_the_input_in_progress(folder, monkeypatch, t
         yield from read(item)
 
     def interrupt(item):
-        if n_read == (len(TEXTS) if tokenizer == "bpe" else 0) + 25:
+        if n_read == (2 * len(TEXTS) if tokenizer == "bpe" else 0) + 25:
             raise KeyboardInterrupt
         yield from count(item)
 
@@ -185,7 +187,8 @@ def test_a_killed_preparation_is_resumed(folder, tmp_path):
     program = f"""
 import os, signal
 from transformer_vq.config import DataConfig
-from transformer_vq.data import prepare as module
+from transformer_vq.data import documents as module
+from transformer_vq.data.prepare import prepare
 from transformer_vq.data.text import Input
 module.FLUSH_TOKENS = 100
 read, n_read = Input.read, 0
@@ -196,7 +199,7 @@ def kill(item):
         os.kill(os.getpid(), signal.SIGKILL)
     yield from read(item)
 Input.read = kill
-module.prepare(DataConfig(path={folder.path!r}, cache={folder.cache!r}))
+prepare(DataConfig(path={folder.path!r}, cache={folder.cache!r}))
 """
     ended = subprocess.run([sys.executable, "-c", program], check=False)
     assert ended.returncode == -signal.SIGKILL
@@ -219,7 +222,7 @@ def test_rejected_data_and_a_full_disk_leave_no_corpus(folder, tmp_path, monkeyp
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "_row", full)
+    monkeypatch.setattr(np, "save", full)
     message = rejection(prepare, folder)
     assert message.startswith(f"cannot write to {tmp_path}/cache: No space left on device; ")
 
@@ -345,7 +348,7 @@ def test_a_lossy_tokenizer_is_reported(folder, tmp_path, capsys):
     lossy.add_special_tokens(["</s>"])
     lossy.save(str(tmp_path / "tokenizer.json"))
     corpus = prepare(replace(folder, tokenizer=str(tmp_path / "tokenizer.json")))
-    assert "100.0% of the checked segments differ" in capsys.readouterr().err
+    assert "100.0% of the checked chunks differ" in capsys.readouterr().err
     assert sum(size.bytes for size in corpus.sizes.values()) == sum(map(len, TEXTS))
 
 

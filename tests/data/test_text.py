@@ -76,10 +76,8 @@ def read(*paths, **options):
     """Return the documents of paths, as bytes."""
     found = []
     for item in find_inputs([str(path) for path in paths], **options):
-        for piece in item.read():
-            if piece.starts_document:
-                found.append(b"")
-            found[-1] += piece.data
+        with text.reading(item.path):
+            found += [b"".join(pieces) for pieces in item.read()]
     return found
 
 
@@ -218,7 +216,7 @@ def test_saved_datasets_bring_their_splits(tmp_path, capsys):
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "several"))
     capsys.readouterr()
     found = find_inputs([str(tmp_path / "several")])
-    assert [(item.split, item.part) for item in found] == [(None, "train"), ("validation", "dev")]
+    assert [(item.split, item.dataset_split) for item in found] == [(None, "train"), ("validation", "dev")]
     assert read(tmp_path / "several") == [b"train", b"dev"]
     assert "the split 'odd' is not used" in capsys.readouterr().err
     next((tmp_path / "several" / "dev").glob("*.arrow")).unlink()

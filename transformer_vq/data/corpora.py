@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +20,7 @@ from transformer_vq.data.paths import (
     list_files,
     path_kind,
 )
-from transformer_vq.data.text import Input, Piece, find_inputs, python_sources
+from transformer_vq.data.text import Input, find_inputs, python_sources
 from transformer_vq.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from transformer_vq.files import CorruptFileError, file_digest
 from transformer_vq.progress import info, warn
@@ -48,8 +48,8 @@ class Readable(Protocol):
         """Return JSON values that change whenever the documents may change."""
         ...
 
-    def read(self) -> Iterator[Piece]:
-        """Yield the documents in order."""
+    def read(self) -> Iterator[Iterable[bytes]]:
+        """Yield the documents in order, each in chunks; those without text have no bytes."""
         ...
 
 

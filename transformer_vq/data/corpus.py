@@ -20,7 +20,7 @@ from transformer_vq.files import CorruptFileError, check_manifest, read_json
 
 META = "meta.json"
 TOKENS = "tokens.bin"
-FORMAT = 5  # increased whenever the same data would give different files
+FORMAT = 6  # increased whenever the same data would give different files
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:

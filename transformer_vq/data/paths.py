@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import lzma
 import os
 import stat
-import struct
-import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -16,12 +12,6 @@ from transformer_vq.errors import UserError
 from transformer_vq.progress import warn
 
 SPLITS = ("train", "validation", "test")
-READ_ERRORS = (
-    *(OSError, EOFError, RuntimeError, ValueError, LookupError, ArithmeticError, MemoryError),
-    *(struct.error, lzma.LZMAError, zipfile.BadZipFile, zlib.error),
-)
-"""What Python's readers raise for corrupt or unsupported files. DataError is a ValueError, so catch
-it first."""
 
 
 class DataError(UserError):

@@ -13,7 +13,7 @@ from functools import partial
 from fastapi import Request as HTTPRequest
 from fastapi.concurrency import run_in_threadpool
 
-from transformer_vq.data.tokenizers import SEGMENT, Tokenizer, divide
+from transformer_vq.data.tokenizers import CHUNK_CHARS, Tokenizer, divide
 from transformer_vq.generation import NEW_TOKENS
 from transformer_vq.generation.sampling import Sampling
 from transformer_vq.serve.contexts import ContextStore
@@ -83,8 +83,8 @@ class Service:
 
         cuts, tokens = self.tokenizer.cuts, list[int]()
         parts = [text]
-        if cuts is not None and len(text) > SEGMENT:
-            parts = await run_in_threadpool(divide, text, SEGMENT, cuts)
+        if cuts is not None and len(text) > CHUNK_CHARS:
+            parts = await run_in_threadpool(divide, text, CHUNK_CHARS, cuts)
         try:
             for part in parts:
                 await check_connected(client)

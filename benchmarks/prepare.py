@@ -21,7 +21,12 @@ from transformer_vq.data.bpe import LINE_STARTS
 from transformer_vq.data.corpus import Corpus
 from transformer_vq.data.hf_tokenizer import import_tokenizers
 from transformer_vq.data.prepare import prepare
-from transformer_vq.data.tokenizers import CHUNK_CHARS, TOKENIZER_FILES, divide, import_sentencepiece
+from transformer_vq.data.tokenizers import (
+    CHUNK_CHARS,
+    TOKENIZER_FILES,
+    divide,
+    import_sentencepiece,
+)
 from transformer_vq.errors import UserError
 from transformer_vq.measure import machine
 from transformer_vq.progress import info

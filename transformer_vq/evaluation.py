@@ -170,7 +170,7 @@ def _windows(
     window: int,
     share: tuple[int, int],
 ) -> Iterator[tuple[int, Tensor, Batch]]:
-    """Yield (index of the group of contexts, positions of the rows that continue, their next window).
+    """Yield (index of the group of contexts, positions of the next window, the window).
 
     Each rank takes every n-th context of a group. All ranks run the same number of windows, because
     the model may communicate; a rank without contexts gets padding.

@@ -18,8 +18,8 @@ from transformer_vq.data import documents as module
 from transformer_vq.data import prepare as preparing
 from transformer_vq.data import text as reading
 from transformer_vq.data.corpus import Corpus, SplitSize
-from transformer_vq.data.paths import SPLITS
 from transformer_vq.data.documents import count_words
+from transformer_vq.data.paths import SPLITS
 from transformer_vq.data.prepare import prepare
 from transformer_vq.data.text import Input
 

@@ -216,7 +216,10 @@ def test_saved_datasets_bring_their_splits(tmp_path, capsys):
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "several"))
     capsys.readouterr()
     found = find_inputs([str(tmp_path / "several")])
-    assert [(item.split, item.dataset_split) for item in found] == [(None, "train"), ("validation", "dev")]
+    assert [(item.split, item.dataset_split) for item in found] == [
+        (None, "train"),
+        ("validation", "dev"),
+    ]
     assert read(tmp_path / "several") == [b"train", b"dev"]
     assert "the split 'odd' is not used" in capsys.readouterr().err
     next((tmp_path / "several" / "dev").glob("*.arrow")).unlink()

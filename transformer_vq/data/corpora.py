@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 from urllib.error import URLError
 
 from transformer_vq.config import LEARNED, DataConfig
-from transformer_vq.data.images import find_imagenet64, find_images, image_edges
+from transformer_vq.data.images import (
+    ImageFiles,
+    ImageNetFile,
+    find_imagenet64,
+    find_images,
+    image_edges,
+)
 from transformer_vq.data.paths import (
     SPLITS,
     DataError,
     check_folder,
     error_reason,
     expand_user,
+    file_fingerprint,
     list_files,
     path_kind,
 )
@@ -33,24 +38,8 @@ NAMES = ("enwik8", "enwik8.zip", "enwik8.xz", "enwik8.gz", "enwik8.bz2")
 DEFAULT_VOCAB_SIZE = 8_192
 
 
-class Readable(Protocol):
-    """One input file: the unit that an interrupted preparation resumes with."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def split(self) -> str | None:
-        """The split its documents belong to; None divides them by share."""
-        ...
-
-    def fingerprint(self, root: Path) -> list[object]:
-        """Return JSON values that change whenever the documents may change."""
-        ...
-
-    def read(self) -> Iterator[Iterable[bytes]]:
-        """Yield the documents in order, each in chunks; those without text have no bytes."""
-        ...
+Readable = Input | ImageFiles | ImageNetFile
+"""One input file: the unit that an interrupted preparation resumes with."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +79,13 @@ class Source:
 
     def fingerprint(self) -> list[object]:
         """Return JSON values that change whenever the tokens may change."""
-        paths = [item.path for item in self.inputs if os.path.lexists(item.path)]
-        parents = [os.path.dirname(os.path.abspath(path)) for path in paths]
-        root = Path(os.path.commonpath(parents) if parents else "/")
-        inputs = [item.fingerprint(root) for item in self.inputs]
+        files = [item.files() for item in self.inputs]
+        parents = {os.path.dirname(os.path.abspath(file)) for some in files for file in some}
+        root = os.path.commonpath(parents) if parents else "/"
+        inputs = [
+            [item.options(), [file_fingerprint(file, root) for file in some]]
+            for item, some in zip(self.inputs, files, strict=True)
+        ]
         tokenizer: list[object] = ["bpe"]
         if self.tokenizer is not None:
             tokenizer = [self.tokenizer.sha256, self.tokenizer.bos, self.tokenizer.eod]

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from transformer_vq.data.paths import SPLITS, DataError, error_reason
 from transformer_vq.data.tokenizers import Tokenizer, load_tokenizer
-from transformer_vq.files import CorruptFileError, check_manifest, read_json
+from transformer_vq.files import CorruptFileError, check_manifest, read_object
 
 META = "meta.json"
 TOKENS = "tokens.bin"
@@ -142,24 +141,12 @@ class Corpus:
 
 def read_corpus(folder: Path) -> Corpus:
     """Open a corpus; raise CorruptFileError if any file differs from what was written."""
-    meta: Any = read_json(folder / META)
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+    meta = read_object(folder / META)
+    if meta.pop("format", None) != FORMAT:
         raise CorruptFileError(f"{folder / META} was written by another version")
     check_manifest(folder, "prepare it again", remember=True)
-    try:
-        sizes = {name: SplitSize(**size) for name, size in meta["splits"].items()}
-        return Corpus(
-            folder,
-            meta["dataset"],
-            meta["vocab_size"],
-            meta["bos"],
-            meta["sha256"],
-            sizes,
-            meta["tokenizer_sha256"],
-            meta["end_of_document"],
-        )
-    except (AttributeError, LookupError, TypeError) as error:
-        raise CorruptFileError(f"{folder / META} does not describe a corpus") from error
+    sizes = {name: SplitSize(**size) for name, size in meta.pop("splits").items()}
+    return Corpus(folder, sizes=sizes, **meta)
 
 
 def _unusable(folder: Path, error: Exception) -> DataError:

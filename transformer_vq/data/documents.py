@@ -120,9 +120,7 @@ def read_chunks(
         yield Chunk(Document(number, split, ends_file=True), b"" if as_bytes else "", True)
 
 
-def _decode(
-    decoder: codecs.IncrementalDecoder, data: bytes, path: str, final: bool = False
-) -> str:
+def _decode(decoder: codecs.IncrementalDecoder, data: bytes, path: str, final: bool = False) -> str:
     try:
         return decoder.decode(data, final)
     except UnicodeDecodeError as error:

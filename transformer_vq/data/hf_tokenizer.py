@@ -15,7 +15,7 @@ from transformer_vq.data.paths import DataError, error_reason
 from transformer_vq.data.tokenizers import (
     CONFIG_FILE,
     JSON_FILE,
-    VocabularyTokenizer,
+    Tokenizer,
     read_tokenizer_file,
     safe_cuts,
 )
@@ -38,7 +38,7 @@ class Settings:
     """A Jinja template, or a list of named ones."""
 
 
-class HFTokenizer(VocabularyTokenizer):
+class HFTokenizer(Tokenizer):
     """The tokens of a Hugging Face tokenizer.
 
     Encoding adds no special tokens, and their names inside a text are ordinary text. bos and eod
@@ -87,7 +87,6 @@ class HFTokenizer(VocabularyTokenizer):
         added = self._model.get_added_tokens_decoder()
         special = {token for token, x in added.items() if x.special} | set(ends)
         self.special_tokens = {self._names[token]: token for token in sorted(special)}
-        """By name, such as those that chat templates write."""
         self._texts = self._token_texts(layout)
         for token in ends:
             self._texts[token] = b""

@@ -22,7 +22,6 @@ from transformer_vq.data.paths import (
     DataError,
     check_folder,
     error_reason,
-    file_fingerprint,
     list_files,
 )
 from transformer_vq.data.text import reading
@@ -60,25 +59,27 @@ class ImageFiles:
 
     path: str
     """The folder, for messages."""
-    files: tuple[Path, ...]
+    images: tuple[Path, ...]
     split: str | None = None
 
-    def fingerprint(self, root: Path) -> list[object]:
-        return [file_fingerprint(file, root) for file in self.files]
+    def files(self) -> list[Path]:
+        return list(self.images)
+
+    def options(self) -> list[object]:
+        return []
 
     def read(self) -> Iterator[list[bytes]]:
         """Yield one document per image. Pillow releases the GIL while it decodes and resizes."""
         failures = []
         with ThreadPoolExecutor(N_THREADS) as pool:
-            for file, image in zip(
-                self.files, pool.map(_decode_or_reason, self.files), strict=True
-            ):
+            decoded = pool.map(_decode_or_reason, self.images)
+            for file, image in zip(self.images, decoded, strict=True):
                 if isinstance(image, str):
                     failures.append(f"{file.relative_to(self.path)} ({image})")
                 yield [b"" if isinstance(image, str) else image.tobytes()]
         if failures:
             warn(
-                f"{len(failures):,} of {len(self.files):,} images of {self.path} cannot be read "
+                f"{len(failures):,} of {len(self.images):,} images of {self.path} cannot be read "
                 f"and are skipped, for example {failures[0]}"
             )
 
@@ -154,8 +155,11 @@ class ImageNetFile:
     first: int
     last: int
 
-    def fingerprint(self, root: Path) -> list[object]:
-        return [*file_fingerprint(Path(self.path), root), self.split, self.first, self.last]
+    def files(self) -> list[Path]:
+        return [Path(self.path)]
+
+    def options(self) -> list[object]:
+        return [self.split, self.first, self.last]
 
     def read(self) -> Iterator[list[bytes]]:
         """Yield one document per image; stored color planes are interleaved to pixels."""

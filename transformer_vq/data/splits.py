@@ -7,7 +7,6 @@ they are stored in.
 
 from __future__ import annotations
 
-
 import numpy as np
 
 from transformer_vq.data.corpora import Source

@@ -10,10 +10,12 @@ from __future__ import annotations
 import codecs
 import glob
 import hashlib
+import importlib
 import json
 import os
 import sys
 import sysconfig
+import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,13 +31,11 @@ from transformer_vq.data.paths import (
     DataError,
     error_reason,
     expand_user,
-    file_fingerprint,
     list_files,
     path_kind,
 )
 from transformer_vq.data.tokenizers import utf8
 from transformer_vq.errors import UserError, missing_extra
-from transformer_vq.files import atomic_write
 from transformer_vq.progress import progress_bar, warn
 
 CHUNK = 1 << 20  # bytes read at once
@@ -64,16 +64,17 @@ class Input:
     unix_newlines: bool = False
     """Read CRLF as LF, in text files."""
 
-    def fingerprint(self, root: Path) -> list[object]:
-        """Return JSON values that change whenever the documents may change."""
-        path = Path(self.path)
+    def files(self) -> list[Path]:
+        """Return the files whose names, sizes and times identify the documents."""
         if self.format == "hub":
-            about: list[object] = [self.path]
-        elif self.format == "saved":
-            about = [file_fingerprint(file, root) for file in list_files(path)]
-        else:
-            about = file_fingerprint(path, root)
-        return [self.format, self.split, self.dataset_split, self.text_field, self.unix_newlines, about]
+            return []
+        return list_files(Path(self.path)) if self.format == "saved" else [Path(self.path)]
+
+    def options(self) -> list[object]:
+        """Return JSON values that affect how the files are read."""
+        name = self.path if self.format == "hub" else None
+        given = [self.format, self.split, self.dataset_split, self.text_field]
+        return [name, *given, self.unix_newlines]
 
     def read(self) -> Iterator[Iterable[bytes]]:
         """Yield the documents in order, each in chunks; those without text have no bytes."""
@@ -191,18 +192,10 @@ def read_chunks(path: str) -> Iterator[bytes]:
     with open(path, "rb") as file:
         opened: Any = file
         if compression == "zstd":  # the library that fsspec uses ends silently where a file was cut
-            opened = _pyarrow().CompressedInputStream(file, "zstd")
+            opened = _import("pyarrow", "a .zst file").CompressedInputStream(file, "zstd")
         elif compression is not None:
             opened = fsspec.compression.compr[compression](file, mode="rb")
         yield from iter(lambda: opened.read(CHUNK), b"")
-
-
-def _pyarrow() -> Any:
-    try:
-        import pyarrow
-    except ImportError:
-        raise missing_extra("a .zst file", "pyarrow") from None
-    return pyarrow
 
 
 def _text_chunks(path: str) -> Iterator[bytes]:
@@ -228,16 +221,19 @@ def _text_document(path: str, unix_newlines: bool) -> Iterator[bytes]:
 
 def _read_jsonl(path: str, text_field: str | None) -> Iterator[list[bytes]]:
     """Yield the text of each line, which is a JSON object or string. Skips blank lines."""
-    field = TextField(path, text_field, "line")
-    for number, line in enumerate(_lines(path), 1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if not line.strip():
-                continue
-            reason = getattr(error, "msg", None) or getattr(error, "reason", None)
-            raise field.error(number, f"invalid JSON ({reason or 'nested too deeply'})") from None
-        yield [field.read(record, number)]
+
+    def records() -> Iterator[tuple[str, Any]]:
+        for number, line in enumerate(_lines(path), 1):
+            where = f"{path}, line {number:,}"
+            try:
+                yield where, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                if line.strip():
+                    raise DataError(
+                        f"{where}: invalid JSON ({error_reason(error)[:80]}); fix or remove it"
+                    ) from None
+
+    return _texts(path, records(), text_field)
 
 
 def _lines(path: str) -> Iterator[bytes]:
@@ -270,9 +266,8 @@ def _read_dataset(item: Input) -> Iterator[list[bytes]]:
             streaming=True,
             **options,
         )
-    field = TextField(item.path, item.text_field)
-    for number, row in enumerate(rows, 1):
-        yield [field.read(row, number)]
+    numbered = ((f"{item.path}, row {number:,}", row) for number, row in enumerate(rows, 1))
+    return _texts(item.path, numbered, item.text_field)
 
 
 def _load_saved(path: str, split: str | None) -> Any:
@@ -301,75 +296,66 @@ def _load_hub(name: str, split: str | None) -> Any:
 
 
 def _datasets() -> Any:
+    library = _import("datasets", "this format")
+    library.utils.logging.set_verbosity(50)  # its errors are raised as well
+    library.utils.logging.disable_progress_bar()
+    return library
+
+
+def _import(package: str, purpose: str) -> Any:
     try:
-        import datasets
+        return importlib.import_module(package)
     except ImportError:
-        raise missing_extra("this format", "datasets") from None
-    datasets.utils.logging.set_verbosity(50)  # its errors are raised as well
-    datasets.utils.logging.disable_progress_bar()
-    return datasets
+        raise missing_extra(purpose, package) from None
 
 
-class TextField:
-    """Takes the text from the records of one file. The first record decides on the field.
+def _texts(
+    path: str, records: Iterable[tuple[str, Any]], field: str | None
+) -> Iterator[list[bytes]]:
+    """Yield the text of each record as UTF-8, b"" for null.
 
-    wanted: the field, or a dotted path to one in nested records; None takes "text", or the only
-    field with text.
+    records: each with its place in the file, for messages. field: the field with the text, or a
+    dotted path to one in nested records; None takes "text", or the only field with text.
     """
-
-    def __init__(self, path: str, wanted: str | None, unit: str = "row") -> None:
-        self._path = path
-        self._unit = unit
-        self._field = wanted
-
-    def read(self, record: Any, number: int) -> bytes:
-        """Return the text of a record as UTF-8, b"" for null. Raises DataError if there is none."""
+    for where, record in records:
         text = record
-        if not isinstance(record, str):
-            if not isinstance(record, Mapping):
-                raise self.error(number, "it is not an object with a text field")
-            if self._field is None:
-                self._field = self._find(record)
-            text = self._value(record, self._field, number)
-        if text is None:
-            return b""
-        if isinstance(text, bytes):
-            return text
-        if not isinstance(text, str):
-            raise self.error(
-                number, f"the field {self._field!r} is not text", " or use --data.text-field"
+        if isinstance(record, Mapping):
+            field = field or _find_field(path, record)
+            text = _value(where, record, field)
+        elif not isinstance(record, str):
+            raise DataError(f"{where}: it is not an object with a text field; fix or remove it")
+        if text is not None and not isinstance(text, (str, bytes)):
+            raise DataError(
+                f"{where}: the field {field!r} is not text; fix or remove it or use "
+                "--data.text-field"
             )
-        return utf8(text)
+        yield [utf8(text) if isinstance(text, str) else text or b""]
 
-    def _find(self, record: Mapping[str, Any]) -> str:
-        if "text" in record:
-            return "text"
-        found = [name for name, value in record.items() if isinstance(value, (str, bytes))]
-        if len(found) == 1:
-            return found[0]
-        problem = "several fields with text" if found else "no field with text"
-        raise DataError(
-            f"{self._path} has {problem} ({_list(found or record)}); choose one with "
-            "--data.text-field"
-        )
 
-    def _value(self, record: Mapping[str, Any], field: str, number: int) -> Any:
-        if field in record:
-            return record[field]
-        value: Any = record
-        for key in field.split("."):
-            if value is None:
-                return None
-            if not isinstance(value, Mapping) or key not in value:
-                problem = f"no field {field!r} (its fields: {_list(record)})"
-                raise self.error(number, problem, " or use --data.text-field")
-            value = value[key]
-        return value
+def _find_field(path: str, record: Mapping[str, Any]) -> str:
+    if "text" in record:
+        return "text"
+    found = [name for name, value in record.items() if isinstance(value, (str, bytes))]
+    if len(found) == 1:
+        return found[0]
+    problem = "several fields with text" if found else "no field with text"
+    raise DataError(
+        f"{path} has {problem} ({_list(found or record)}); choose one with --data.text-field"
+    )
 
-    def error(self, number: int, problem: str, or_else: str = "") -> DataError:
-        return DataError(
-            f"{self._path}, {self._unit} {number:,}: {problem}; fix or remove it{or_else}"
-        )
+
+def _value(where: str, record: Mapping[str, Any], field: str) -> Any:
+    value: Any = record
+    for key in [field] if field in record else field.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, Mapping) or key not in value:
+            raise DataError(
+                f"{where}: no field {field!r} (its fields: {_list(record)}); fix or remove it or "
+                "use --data.text-field"
+            )
+        value = value[key]
+    return value
 
 
 def _list(fields: Iterable[str]) -> str:
@@ -391,44 +377,32 @@ def store_stdin(config: DataConfig, cache: Path) -> DataConfig:
     The file is named after its content, so that the same input gives the same corpus. A run needs
     the file again when it is resumed.
     """
-    names = ("path", "validation_path", "test_path")
-    n_given = sum(getattr(config, name).count(STDIN) for name in names)
+    given = {name: getattr(config, name) for name in ("path", "validation_path", "test_path")}
+    n_given = sum(paths.count(STDIN) for paths in given.values())
     if n_given == 0:
         return config
     if n_given > 1:
         raise DataError("standard input (-) can be given only once; store it in a file")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise DataError("processes of torchrun cannot share standard input; store it in a file")
-    stored = str(_store(cache / "stdin"))
-
-    given = {name: getattr(config, name) for name in names}
-    return replace(
-        config,
-        **{
-            name: tuple(stored if path == STDIN else path for path in paths)
-            for name, paths in given.items()
-        },
-    )
-
-
-def _store(folder: Path) -> Path:
     if sys.stdin.isatty():
         raise DataError("--data.path -: standard input is a terminal; pipe a file into it")
+    digest, folder = hashlib.sha256(), cache / "stdin"
     folder.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
-    waiting = folder / "incoming"
     with (
-        atomic_write(waiting) as partial,
-        open(partial, "wb") as file,
+        tempfile.NamedTemporaryFile(dir=folder) as file,
         progress_bar("reading standard input", None, "B") as advance,
     ):
         while data := sys.stdin.buffer.read(CHUNK):
             digest.update(data)
             file.write(data)
             advance(len(data))
-    found = folder / digest.hexdigest()[:16]
-    if found.exists():
-        waiting.unlink()
-    else:
-        os.replace(waiting, found)
-    return found
+        file.flush()
+        stored = folder / digest.hexdigest()[:16]
+        if not stored.exists():
+            os.link(file.name, stored)
+    changes: dict[str, Any] = {
+        name: tuple(str(stored) if path == STDIN else path for path in paths)
+        for name, paths in given.items()
+    }
+    return replace(config, **changes)

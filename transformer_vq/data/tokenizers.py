@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -52,9 +52,13 @@ _PLACES: tuple[tuple[str, bytes, tuple[str, ...], tuple[str, ...]], ...] = (
 )
 
 
-class Tokenizer(Protocol):
-    """Converts text to tokens and back."""
+class Tokenizer:
+    """Converts text to tokens and back; subclasses call the library of their vocabulary file."""
 
+    file_name: ClassVar[str]
+    """The name of the vocabulary file in a folder."""
+    as_bytes: ClassVar[re.Pattern[str]] = re.compile("([\udc80-\udcff]+)")
+    """Text that is encoded as bytes if the vocabulary has tokens for them: surrogate escapes."""
     vocab_size: int
     bos: int
     """The token before each document."""
@@ -62,32 +66,61 @@ class Tokenizer(Protocol):
     """The token after each document; None if documents have no end token."""
     cuts: re.Pattern[str] | None
     """Places where a text may be divided without changing its tokens; None if there are none."""
+    _content: bytes
+    """Of the vocabulary file."""
+    _texts: list[bytes]
+    """The text of each token."""
+    _byte_tokens: dict[int, int]
+
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the library's tokens of valid Unicode texts; use all cores, release the GIL."""
+        raise NotImplementedError
 
     @property
     def sha256(self) -> str | None:
         """Identifies the vocabulary file; None for bytes, which need no file."""
+        return hashlib.sha256(self._content).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without bos and eod."""
+        tokens: list[int] = []
+        for i, piece in enumerate(self.as_bytes.split(text)):
+            data = utf8(piece)
+            if i % 2 and all(byte in self._byte_tokens for byte in data):
+                tokens += [self._byte_tokens[byte] for byte in data]
+            elif piece:
+                tokens += self._encode_texts([data.decode(errors="replace")])[0]
+        return tokens
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the tokens of each text as uint32; uses all cores and releases the GIL."""
+        if all(text.isascii() or self._is_unicode(text) for text in texts):
+            found = self._encode_texts(texts)
+        else:
+            found = [self.encode(text) for text in texts]
+        return [np.array(tokens, dtype=np.uint32) for tokens in found]
+
+    def _is_unicode(self, text: str) -> bool:
+        return not (_SURROGATES.search(text) or self.as_bytes.search(text))
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         """Return UTF-8 text; it may start or end inside a character of several tokens."""
+        return b"".join(self._texts[int(token)] for token in tokens)
 
     def save(self, folder: Path) -> None:
         """Write to a folder what `load_tokenizer` needs."""
+        with atomic_write(folder / self.file_name) as partial:
+            partial.write_bytes(self._content)
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One token per UTF-8 byte; a surrogate escape is encoded as its original byte.
 
     end_of_document: add token 256, which then is both bos and eod. Otherwise bos is byte 0.
     """
 
     sha256 = None
-    cuts: re.Pattern[str] | None = re.compile("")  # anywhere
+    cuts = re.compile("")  # anywhere
 
     def __init__(self, end_of_document: bool = False) -> None:
         self.vocab_size = 257 if end_of_document else 256
@@ -118,57 +151,7 @@ class ByteTokenizer:
         """Do nothing: bytes need no file."""
 
 
-class VocabularyTokenizer:
-    """What tokenizers with a vocabulary file share; subclasses call their library."""
-
-    file_name: ClassVar[str]
-    as_bytes: ClassVar[re.Pattern[str]] = re.compile("([\udc80-\udcff]+)")
-    """Text that is encoded as bytes if the vocabulary has tokens for them: surrogate escapes."""
-    vocab_size: int
-    bos: int
-    eod: int | None
-    cuts: re.Pattern[str] | None
-    _content: bytes
-    """Of the file that `save` writes."""
-    _texts: list[bytes]
-    """The text of each token."""
-    _byte_tokens: dict[int, int]
-
-    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the library's tokens of valid Unicode texts."""
-        raise NotImplementedError
-
-    @property
-    def sha256(self) -> str:
-        """The SHA-256 of the file that `save` writes."""
-        return hashlib.sha256(self._content).hexdigest()
-
-    def encode(self, text: str) -> list[int]:
-        tokens: list[int] = []
-        for i, piece in enumerate(self.as_bytes.split(text)):
-            data = utf8(piece)
-            if i % 2 and all(byte in self._byte_tokens for byte in data):
-                tokens += [self._byte_tokens[byte] for byte in data]
-            elif piece:
-                tokens += self._encode_texts([data.decode(errors="replace")])[0]
-        return tokens
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        if all(text.isascii() or is_unicode(text, self.as_bytes) for text in texts):
-            found = self._encode_texts(texts)
-        else:
-            found = [self.encode(text) for text in texts]
-        return [np.array(tokens, dtype=np.uint32) for tokens in found]
-
-    def decode(self, tokens: Sequence[int]) -> bytes:
-        return b"".join(self._texts[int(token)] for token in tokens)
-
-    def save(self, folder: Path) -> None:
-        with atomic_write(folder / self.file_name) as partial:
-            partial.write_bytes(self._content)
-
-
-class SentencePieceTokenizer(VocabularyTokenizer):
+class SentencePieceTokenizer(Tokenizer):
     """The pieces of a SentencePiece model.
 
     Models may change a text, for example by adding a space before it. bos and eod are the model's
@@ -240,11 +223,6 @@ def utf8(text: str) -> bytes:
         return _SURROGATES.sub("\ufffd", text).encode("utf-8", "surrogateescape")
 
 
-def is_unicode(text: str, excluded: re.Pattern[str]) -> bool:
-    """Return whether a text has no surrogates and nothing that is excluded."""
-    return not (_SURROGATES.search(text) or excluded.search(text))
-
-
 def read_tokenizer_file(path: Path, sha256: str | None = None) -> bytes:
     """Return the content of a file; raise DataError if its SHA-256 is known and different."""
     if path_kind(path, GIVE_TOKENIZER) != "file":
@@ -296,10 +274,13 @@ def safe_cuts(
     return re.compile("|".join(found)) if found else None
 
 
-def open_tokenizer(path: Path, end_of_document: bool = False) -> Tokenizer:
+def open_tokenizer(
+    path: Path, end_of_document: bool = False, sha256: str | None = None
+) -> Tokenizer:
     """Open a tokenizer that a user gave: a .model file, a tokenizer.json, or a folder with either.
 
     end_of_document: whether to use the vocabulary's token for the end of a text as `eod`.
+    sha256: of the file, if known; any other file raises DataError.
     """
     from transformer_vq.data.hf_tokenizer import HFTokenizer
 
@@ -311,7 +292,7 @@ def open_tokenizer(path: Path, end_of_document: bool = False) -> Tokenizer:
             raise DataError(f"{path} has no {JSON_FILE} and no {MODEL_FILE}; {GIVE_TOKENIZER}")
         path = found[0]
     kind = HFTokenizer if path.suffix == ".json" else SentencePieceTokenizer
-    return kind(path, None, end_of_document)
+    return kind(path, sha256, end_of_document)
 
 
 def load_tokenizer(
@@ -321,14 +302,8 @@ def load_tokenizer(
 
     sha256: of the saved vocabulary, if known; a missing or different file raises DataError.
     """
-    from transformer_vq.data.hf_tokenizer import HFTokenizer
-
-    if os.path.lexists(folder / MODEL_FILE):
-        return SentencePieceTokenizer(folder / MODEL_FILE, sha256, end_of_document)
-    if os.path.lexists(folder / JSON_FILE):
-        if not os.path.lexists(folder / CONFIG_FILE):
-            raise DataError(f"{folder / CONFIG_FILE} does not exist; restore it")
-        return HFTokenizer(folder / JSON_FILE, sha256, end_of_document)
-    if sha256 is not None:
-        raise DataError(f"{folder} has no {MODEL_FILE} and no {JSON_FILE}; restore the tokenizer")
-    return ByteTokenizer(end_of_document)
+    if os.path.lexists(folder / JSON_FILE) and not os.path.lexists(folder / CONFIG_FILE):
+        raise DataError(f"{folder / CONFIG_FILE} does not exist; restore it")
+    if sha256 is None and not any(os.path.lexists(folder / name) for name in TOKENIZER_FILES):
+        return ByteTokenizer(end_of_document)
+    return open_tokenizer(folder, end_of_document, sha256)

@@ -49,7 +49,7 @@ def test_images_are_resized_with_a_box_filter(tmp_path):
     assert np.abs(decode_image(tmp_path / "x.png") - means).max() <= 1  # rounded along each axis
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "I;16", "RGBA", "LA"])
+@pytest.mark.parametrize("mode", ["1", "P", "CMYK", "I;16", "LA"])
 def test_all_pixel_modes_are_converted_to_rgb(tmp_path, mode):
     path = tmp_path / ("x.tif" if mode in ("CMYK", "YCbCr") else "x.png")
     grey = 255 if mode == "1" else 200
@@ -98,6 +98,8 @@ def test_a_folder_is_split_by_count_and_content(tmp_path):
 
 def test_too_few_images_are_rejected(tmp_path):
     write_images(tmp_path / "a", 2)
+    (tmp_path / "empty").mkdir()
+    assert "0 readable images" in rejection(prepared, tmp_path / "empty")
     (tmp_path / "a" / ".hidden.png").write_bytes((tmp_path / "a" / "0.png").read_bytes())
     (tmp_path / "a" / "notes.txt").write_text("not an image")
     (tmp_path / "a" / "bad.png").write_text("not an image")
@@ -121,11 +123,6 @@ def test_unreadable_files_are_skipped_with_a_warning_of_one_line(tmp_path, monke
     links, unreadable = capsys.readouterr().err.splitlines()
     assert "1 entries" in links
     assert "3 of 7 images" in unreadable
-
-
-def test_an_empty_folder_is_rejected(tmp_path):
-    (tmp_path / "a").mkdir()
-    assert "0 readable images" in rejection(prepared, tmp_path / "a")
 
 
 def test_missing_pillow_is_reported_with_the_install_command(tmp_path, monkeypatch):
@@ -175,8 +172,7 @@ def test_color_planes_become_pixels_in_raster_order(folder):
     assert (images_to_tokens(image[None]) == tokens).all()
 
 
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-@pytest.mark.parametrize("chunk", [1, 3, 256])
+@pytest.mark.parametrize(("save", "chunk"), [(np.savez, 3), (np.savez_compressed, 256)])
 def test_splits_are_ranges_of_all_files_for_any_chunk_size(
     folder, monkeypatch, save, chunk, capsys
 ):
@@ -239,7 +235,7 @@ def test_mutated_files_are_rejected_in_one_line_or_read_correctly(folder, save):
     content, rng = path.read_bytes(), random.Random(0)
     directory = content.index(b"PK\x01\x02")
     offsets = [*range(200), *range(directory, len(content))]
-    for _ in range(300):
+    for _ in range(150):
         mutated = bytearray(content)
         for offset in rng.sample(offsets, rng.choice([1, 1, 2, 5])):
             mutated[offset] = rng.randrange(256)

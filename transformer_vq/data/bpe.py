@@ -1,16 +1,19 @@
-"""Learns a byte-level BPE vocabulary from text, with the `tokenizers` library.
+"""Learns a byte-level BPE vocabulary from text, with the `tokenizers` library in a subprocess.
 
-The vocabulary is lossless: text without a matching token is encoded as bytes.
+The vocabulary is lossless: text without a matching token is encoded as bytes. The library ignores
+Ctrl-C, so this file is also the program of a subprocess.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any
 
 from transformer_vq.data.hf_tokenizer import HFTokenizer, import_tokenizers
 from transformer_vq.data.paths import DataError
@@ -21,6 +24,7 @@ END_OF_TEXT = "<|endoftext|>"
 N_SYMBOLS = 257  # END_OF_TEXT and the bytes
 LINE_STARTS = re.compile(r"(?<=\n)(?=\S)")
 """Where text may be divided, because tokens do not span lines."""
+_TEXTS = "texts.jsonl"
 
 # Words with one character before them, up to three digits, punctuation with the line ends after
 # it, and white space. A line end is never followed by anything else, so lines are independent.
@@ -37,26 +41,28 @@ def learn_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     Token 0 is <|endoftext|>. The result does not depend on the order of the texts, on where they
     are divided at LINE_STARTS, or on the number of threads.
     """
-    library = import_tokenizers()
+    import_tokenizers()
     if vocab_size < N_SYMBOLS:
         raise _error(vocab_size, f"set --model.vocab-size to at least {N_SYMBOLS}")
-    tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = library.pre_tokenizers.Sequence(
-        [
-            library.pre_tokenizers.Split(library.Regex(_PATTERN), "isolated"),
-            library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = library.decoders.ByteLevel()
-    trainer = library.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(library.pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    _train(tokenizer, trainer, texts)
+    # The working directory differs, so relative entries of sys.path would not work.
+    paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
     with tempfile.TemporaryDirectory(PARTIAL, ".vocabulary-", folder) as partial:
-        tokenizer.save(f"{partial}/{JSON_FILE}")
+        with open(f"{partial}/{_TEXTS}", "w") as file:
+            for text in texts:
+                file.write(json.dumps(utf8(text).decode(errors="replace")) + "\n")
+        done = subprocess.run(
+            [sys.executable, "-m", "transformer_vq.data.bpe", str(vocab_size)],
+            cwd=partial,
+            env=os.environ | {"PYTHONPATH": paths},
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        if done.returncode:
+            reason = f"signal {-done.returncode} ended the subprocess; it may be out of memory"
+            if done.returncode > 0:
+                reason = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
+            raise _error(vocab_size, reason)
         learned = HFTokenizer(Path(partial, JSON_FILE))
     if learned.vocab_size < vocab_size:
         raise _error(
@@ -66,33 +72,32 @@ def learn_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     learned.save(folder)
 
 
-def _train(tokenizer: Any, trainer: Any, texts: Iterable[str]) -> None:
-    """Train in a thread, because the library ignores Ctrl-C; an interrupt abandons the thread."""
-    stopped, failures = Event(), list[BaseException]()
-
-    def valid_texts() -> Iterator[str]:
-        for text in texts:
-            if stopped.is_set():
-                raise InterruptedError
-            yield utf8(text).decode(errors="replace")
-
-    def run() -> None:
-        try:
-            tokenizer.train_from_iterator(valid_texts(), trainer)
-        except BaseException as error:
-            failures.append(error)
-
-    thread = Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        thread.join()
-    except BaseException:
-        stopped.set()
-        thread.join(1)  # while texts are read, the thread ends at once
-        raise
-    if failures:
-        raise failures[0]
-
-
 def _error(vocab_size: int, reason: str) -> DataError:
     return DataError(f"cannot learn a vocabulary of {vocab_size:,} tokens: {reason}")
+
+
+def _train(vocab_size: int) -> None:
+    """Learn from the texts in the working directory and write a tokenizer.json."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    with open(_TEXTS) as file:
+        tokenizer.train_from_iterator(map(json.loads, file), trainer)
+    tokenizer.save(JSON_FILE)
+
+
+if __name__ == "__main__":
+    _train(int(sys.argv[1]))

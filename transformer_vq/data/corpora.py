@@ -135,9 +135,10 @@ def _text_inputs(config: DataConfig) -> tuple[list[Input], tuple[float, float]]:
 
     A share is 0 if a split has files of its own.
     """
-    inputs = python_sources()
     if config.path:
         inputs = find_inputs(config.path, config.format, text_field=config.text_field)
+    else:
+        inputs = python_sources()
     for split in SPLITS[1:]:
         if paths := getattr(config, f"{split}_path"):
             option = f"--data.{split}-path"

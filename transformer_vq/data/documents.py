@@ -1,8 +1,8 @@
 """Documents of a source: read, hashed and tokenized in one pass, on all cores, in constant memory.
 
-`tokenize` appends to two files. `tokens.bin` holds the tokens of all documents in the order in which
-they are read, `documents.bin` a row of numbers about each document. If it is interrupted, the next
-call continues after the last input file that is complete in both.
+`tokenize` appends to two files: `tokens.bin` holds the tokens of all documents in the order in
+which they are read, `documents.bin` a row of numbers about each document. If it is interrupted, the
+next call continues after the last input file that is complete in both.
 """
 
 from __future__ import annotations

@@ -365,9 +365,11 @@ def _list(fields: Iterable[str]) -> str:
 
 def python_sources() -> list[Input]:
     """Return the source files of Python's standard library, without tests and empty files."""
-    root = Path(sysconfig.get_paths()["stdlib"])
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    found = [f for f in root.rglob("*.py") if not excluded & set(f.relative_to(root).parts)]
+    found = []
+    for parent, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        folders[:] = [name for name in folders if name not in excluded]
+        found += [Path(parent, name) for name in names if name.endswith(".py")]
     return [Input(str(file), "text") for file in sorted(found) if file.stat().st_size > 0]
 
 

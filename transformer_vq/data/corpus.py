@@ -106,17 +106,23 @@ class Corpus:
     def open(cls, folder: Path) -> Corpus:
         """Open a prepared corpus; files that changed since the last time are verified.
 
-        Raises DataError if a file is missing, corrupt or was changed.
+        Raises CorruptFileError if a file is missing, corrupt or was changed.
         """
+        fix = "delete it and prepare it again"
         try:
-            return read_corpus(folder)
+            meta = read_object(folder / META)
         except CorruptFileError as error:
-            raise _unusable(folder, error) from error
+            raise CorruptFileError(f"{error}; {fix}") from error
+        if meta.pop("format", None) != FORMAT:
+            raise CorruptFileError(f"{folder} was written by another version; {fix}")
+        check_manifest(folder, fix, remember=True)
+        sizes = {name: SplitSize(**size) for name, size in meta.pop("splits").items()}
+        return cls(folder, sizes=sizes, **meta)
 
     def split(self, name: str) -> Split:
         """Return the split "train", "validation" or "test".
 
-        Raises DataError for other names, and if files were changed after the corpus was opened.
+        Raises DataError for other names, and CorruptFileError if files were changed since `open`.
         """
         if name not in self.sizes:
             if name in SPLITS:
@@ -131,25 +137,11 @@ class Corpus:
             stored = np.memmap(self.folder / TOKENS, dtype, mode="r")
             starts, offsets = np.load(self.folder / f"{name}.npy", mmap_mode="r")
         except Exception as error:  # numpy raises many kinds of errors for corrupt headers
-            raise _unusable(self.folder, error) from error
+            raise CorruptFileError(
+                f"{self.folder} was changed ({error_reason(error)}); delete it and prepare it again"
+            ) from error
         return Split(stored, starts, self.bos, size, offsets)
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the corpus, which converts text to tokens and back."""
         return load_tokenizer(self.folder, self.tokenizer_sha256, self.end_of_document)
-
-
-def read_corpus(folder: Path) -> Corpus:
-    """Open a corpus; raise CorruptFileError if any file differs from what was written."""
-    meta = read_object(folder / META)
-    if meta.pop("format", None) != FORMAT:
-        raise CorruptFileError(f"{folder / META} was written by another version")
-    check_manifest(folder, "prepare it again", remember=True)
-    sizes = {name: SplitSize(**size) for name, size in meta.pop("splits").items()}
-    return Corpus(folder, sizes=sizes, **meta)
-
-
-def _unusable(folder: Path, error: Exception) -> DataError:
-    return DataError(
-        f"{folder} is not a usable corpus ({error_reason(error)}); delete it and prepare it again"
-    )

@@ -27,7 +27,6 @@ from transformer_vq.data.corpus import (
     TOKENS,
     Corpus,
     SplitSize,
-    read_corpus,
     token_dtype,
 )
 from transformer_vq.data.documents import DOCUMENTS, ROW, read_chunks, tokenize
@@ -75,13 +74,13 @@ def prepare(
         digest = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
         folder = cache / f"{config.dataset}-{digest}"
         with suppress(FileNotFoundError, CorruptFileError):
-            return read_corpus(folder)
+            return Corpus.open(folder)
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with _work_folder(folder) as work:
                 if os.path.lexists(folder):
                     try:
-                        return read_corpus(folder)  # another process has created it meanwhile
+                        return Corpus.open(folder)  # another process has created it meanwhile
                     except CorruptFileError as error:
                         warn(f"{folder} is corrupt ({error}); preparing it again")
                         _delete(folder)
@@ -92,12 +91,21 @@ def prepare(
                         "command again"
                     )
                 os.replace(work, folder)
+                _sync(cache)
         except OSError as error:
             raise DataError(
                 f"cannot write to {cache}: {error_reason(error)}; free disk space or use another "
                 "--data.cache"
             ) from error
         return Corpus.open(folder)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the file system can do that."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):
+        os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def _delete(path: Path) -> None:

@@ -1,7 +1,6 @@
 """Hugging Face tokenizers: ids of the library, text per token, special tokens, and bad files."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from tokenizers import (
 
 from transformer_vq.data.hf_tokenizer import HFTokenizer
 from transformer_vq.data.tokenizers import SentencePieceTokenizer, load_tokenizer, open_tokenizer
-from transformer_vq.errors import MissingExtraError
 from transformer_vq.files import file_digest
 
 NASTY = [
@@ -95,12 +93,6 @@ def bert() -> Tokenizer:
     return train(tokenizer, trainers.WordPieceTrainer, special, vocab_size=120)
 
 
-def words() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return train(tokenizer, trainers.WordLevelTrainer, ["<unk>", "<eos>"], vocab_size=100)
-
-
 def train(tokenizer, trainer, special, **options) -> Tokenizer:
     if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
         options["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
@@ -110,7 +102,7 @@ def train(tokenizer, trainer, special, **options) -> Tokenizer:
 
 
 OPENED = {}
-KINDS = {"gpt2": gpt2, "llama": llama, "t5": t5, "bert": bert, "words": words}
+KINDS = {"gpt2": gpt2, "llama": llama, "t5": t5, "bert": bert}
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +133,6 @@ def reference(folder) -> Tokenizer:
         ("llama", "<s>", "</s>"),
         ("t5", "</s>", "</s>"),
         ("bert", "[CLS]", "[SEP]"),
-        ("words", "<eos>", "<eos>"),
     ],
 )
 def test_bos_and_eos_are_recognized_by_name(folders, kind, bos, eos):
@@ -285,9 +276,3 @@ def test_a_folder_without_a_tokenizer_is_rejected(tmp_path):
     assert "is not a SentencePiece model" in rejection(open_tokenizer, tmp_path)
     assert "is a folder" in rejection(HFTokenizer, tmp_path)
     assert "is a folder" in rejection(SentencePieceTokenizer, tmp_path)
-
-
-def test_a_missing_library_names_the_install_command(folders, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(MissingExtraError, match="pip install tokenizers"):
-        open_tokenizer(folders / "gpt2")

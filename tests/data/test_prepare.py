@@ -27,6 +27,15 @@ TEXTS = [f"Document {i}\n\n" + "".join(f"line {j} of {i}\n" for j in range(i)) f
 
 
 @pytest.fixture
+def text(tmp_path):
+    """The config of a text file with CONTENT."""
+    (tmp_path / "text").write_bytes(CONTENT)
+    return DataConfig(
+        path=str(tmp_path / "text"), cache=str(tmp_path / "cache"), end_of_document=False
+    )
+
+
+@pytest.fixture
 def folder(tmp_path):
     """The config of a folder with TEXTS."""
     (tmp_path / "folder" / "below").mkdir(parents=True)
@@ -349,28 +358,20 @@ def test_words_and_characters_across_chunks_are_counted_once(text, tmp_path, mon
     assert count_words(b"a b", in_word=True) == (1, True)
 
 
-class RecordingReporter:
-    """Keeps what it receives."""
-
-    def __init__(self):
-        self.tasks, self.messages = [], []
-
-    def progress(self, what, total, unit, done=0):
-        self.tasks.append(what)
-        return nullcontext(lambda n, note="": None)
-
-    def info(self, message):
-        self.messages.append(message)
-
-    warn = info
-
-
 def test_prepare_reports_to_the_given_reporter(text, capsys):
-    reporter = RecordingReporter()
-    corpus = prepare(text, reporter=reporter)
-    assert reporter.tasks == ["preparing text"]
+    tasks, messages = [], []
+
+    class Recorder:
+        def progress(self, what, total, unit, done=0):
+            tasks.append(what)
+            return nullcontext(lambda n, note="": None)
+
+        def warn(self, message):
+            messages.append(message)
+
+    corpus = prepare(text, reporter=Recorder())
+    assert tasks == ["preparing text"]
     (corpus.folder / "tokens.bin").write_bytes(b"")
-    prepare(text, reporter=reporter)
-    (warning,) = reporter.messages
-    assert str(corpus.folder) in warning
+    prepare(text, reporter=Recorder())
+    assert str(corpus.folder) in messages[0]
     assert capsys.readouterr().err == ""

@@ -82,10 +82,11 @@ class Source:
         files = [item.files() for item in self.inputs]
         parents = {os.path.dirname(os.path.abspath(file)) for some in files for file in some}
         root = os.path.commonpath(parents) if parents else "/"
-        inputs = [
-            [item.options(), [file_fingerprint(file, root) for file in some]]
-            for item, some in zip(self.inputs, files, strict=True)
-        ]
+        inputs = []
+        for item, some in zip(self.inputs, files, strict=True):
+            options = {name: x for name, x in vars(item).items() if name not in ("path", "images")}
+            found = [file_fingerprint(file, root) for file in some]
+            inputs.append([options, found or item.path])
         tokenizer: list[object] = ["bpe"]
         if self.tokenizer is not None:
             tokenizer = [self.tokenizer.sha256, self.tokenizer.bos, self.tokenizer.eod]

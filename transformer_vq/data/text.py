@@ -70,12 +70,6 @@ class Input:
             return []
         return list_files(Path(self.path)) if self.format == "saved" else [Path(self.path)]
 
-    def options(self) -> list[object]:
-        """Return JSON values that affect how the files are read."""
-        name = self.path if self.format == "hub" else None
-        given = [self.format, self.split, self.dataset_split, self.text_field]
-        return [name, *given, self.unix_newlines]
-
     def read(self) -> Iterator[Iterable[bytes]]:
         """Yield the documents in order, each in chunks; those without text have no bytes."""
         if self.format == "text":

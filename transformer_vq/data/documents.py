@@ -23,7 +23,13 @@ from transformer_vq.data.corpora import Source
 from transformer_vq.data.corpus import TOKENS, token_dtype
 from transformer_vq.data.paths import SPLITS, DataError
 from transformer_vq.data.text import reading
-from transformer_vq.data.tokenizers import CHUNK_CHARS, ByteTokenizer, Tokenizer, divide
+from transformer_vq.data.tokenizers import (
+    CHUNK_CHARS,
+    MAX_CHUNK_CHARS,
+    ByteTokenizer,
+    Tokenizer,
+    divide,
+)
 from transformer_vq.progress import Advance, progress_bar, warn
 
 DOCUMENTS = "documents.bin"
@@ -32,6 +38,7 @@ BATCH_CHARS = 1 << 18  # tokenized in one call
 N_BATCHES = 2  # tokenized at the same time: one may wait for Python while the other computes
 FLUSH_TOKENS = 1 << 23
 CHECK_EVERY = 16  # chunks; the round trip of one of them is checked
+_NOWHERE = re.compile("(?!)")
 _SPACES = np.zeros(256, dtype=bool)
 _SPACES[list(b" \t\n\r\x0b\x0c")] = True
 
@@ -93,7 +100,8 @@ def read_chunks(
 ) -> Iterator[Chunk]:
     """Yield the documents of all inputs from number `first` on, and a mark after each input.
 
-    cuts: where a text may be divided; None makes each document one chunk. as_bytes: do not decode.
+    cuts: where a text may be divided; None divides only documents of more than MAX_CHUNK_CHARS
+    characters, so that the memory is bounded. as_bytes: do not decode.
     splits: the splits of the inputs that are read.
     """
     for number, item in enumerate(source.inputs[first:], first):
@@ -111,8 +119,8 @@ def read_chunks(
                         yield Chunk(document, data, False)
                         continue
                     held += _decode(decoder, data, item.path)
-                    if cuts is not None:
-                        *ready, held = divide(held, CHUNK_CHARS, cuts)
+                    if cuts is not None or len(held) > MAX_CHUNK_CHARS:
+                        *ready, held = divide(held, CHUNK_CHARS, cuts or _NOWHERE)
                         for text in ready:
                             yield Chunk(document, text, False)
                 held += _decode(decoder, b"", item.path, final=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -267,6 +268,14 @@ def test_a_damaged_corpus_is_rejected_and_prepared_again(text, name, damage, cap
     assert prepare(text) == corpus
     assert "preparing it again" in capsys.readouterr().err
     assert all_documents(prepare(text)) == all_documents(corpus)
+
+
+def test_a_corpus_of_other_data_is_prepared_again(text, folder, capsys):
+    corpus, other = prepare(text), prepare(folder)
+    shutil.rmtree(corpus.folder)
+    shutil.copytree(other.folder, corpus.folder)
+    assert prepare(text) == corpus
+    assert "was prepared from other data" in capsys.readouterr().err
 
 
 def test_a_corpus_of_another_version_is_one_clear_line(text):

@@ -101,12 +101,15 @@ class Corpus:
     """SHA-256 of the vocabulary file; None if tokens are bytes."""
     end_of_document: bool = False
     """Whether a token follows each document."""
+    source: str = ""
+    """Identifies the files and settings it was prepared from."""
 
     @classmethod
-    def open(cls, folder: Path) -> Corpus:
+    def open(cls, folder: Path, source: str | None = None) -> Corpus:
         """Open a prepared corpus; files that changed since the last time are verified.
 
-        Raises CorruptFileError if a file is missing, corrupt or was changed.
+        Raises CorruptFileError if a file is missing, corrupt or was changed, or if the corpus was
+        prepared from another source.
         """
         fix = "delete it and prepare it again"
         try:
@@ -116,6 +119,8 @@ class Corpus:
         if meta.pop("format", None) != FORMAT:
             raise CorruptFileError(f"{folder} was written by another version; {fix}")
         check_manifest(folder, fix, remember=True)
+        if source not in (None, meta["source"]):
+            raise CorruptFileError(f"{folder} was prepared from other data; {fix}")
         sizes = {name: SplitSize(**size) for name, size in meta.pop("splits").items()}
         return cls(folder, sizes=sizes, **meta)
 

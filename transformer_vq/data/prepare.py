@@ -74,17 +74,19 @@ def prepare(
         digest = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
         folder = cache / f"{config.dataset}-{digest}"
         with suppress(FileNotFoundError, CorruptFileError):
-            return Corpus.open(folder)
+            return Corpus.open(folder, digest)
         try:
             cache.mkdir(parents=True, exist_ok=True)
             with _work_folder(folder) as work:
                 if os.path.lexists(folder):
                     try:
-                        return Corpus.open(folder)  # another process has created it meanwhile
+                        return Corpus.open(
+                            folder, digest
+                        )  # another process has created it meanwhile
                     except CorruptFileError as error:
                         warn(f"{folder} is corrupt ({error}); preparing it again")
                         _delete(folder)
-                _create(source, work)
+                _create(source, digest, work)
                 if json.dumps([FORMAT, source.fingerprint()]) != fingerprint:
                     raise DataError(
                         f"the files of {config.dataset} changed while they were read; run the "
@@ -146,8 +148,11 @@ def _work_folder(folder: Path) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def _create(source: Source, work: Path) -> None:
-    """Write all files of a corpus to the work folder; resume what is already in it."""
+def _create(source: Source, digest: str, work: Path) -> None:
+    """Write all files of a corpus to the work folder; resume what is already in it.
+
+    digest: of the fingerprint of the source.
+    """
     tokenizer = source.tokenizer or _learn(source, work / "tokenizer")
     rows = tokenize(source, tokenizer, work)
     if not len(rows):
@@ -182,6 +187,7 @@ def _create(source: Source, work: Path) -> None:
         "sha256": identity.hexdigest(),
         "tokenizer_sha256": tokenizer.sha256,
         "end_of_document": source.ends_documents,
+        "source": digest,
         "splits": {name: vars(size) for name, size in sizes.items()},
     }
     write_json(work / META, meta)

@@ -108,7 +108,7 @@ def latencies(configs: Sequence[RunConfig], rounds: int = ROUNDS) -> list[float]
     best = [float("inf")] * len(pairs)
     for number in range(rounds + 1):  # the first is a warm-up
         for i, (trainer, batches) in enumerate(pairs):
-            windows = [batches[step] for step in range(batches.n_windows)]
+            windows = [batches[step] for step in range(batches.n_spans)]
             start = time.perf_counter()
             for step, batch in enumerate(windows):
                 trainer.step(batch, step, batches.starts_sequences(step))

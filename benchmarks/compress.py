@@ -29,7 +29,7 @@ from common import Device, Output, Record, main
 from measure import machine
 from ngram import N, bits_by_order
 from transformer_vq.config import DataConfig, Format, Precision
-from transformer_vq.data.text import find_inputs
+from transformer_vq.data.text import find_inputs, reading
 from transformer_vq.device import find_device
 from transformer_vq.errors import MissingExtraError, UserError, missing_extra
 from transformer_vq.progress import Advance, info, progress_bar, warn
@@ -167,14 +167,12 @@ def read_texts(paths: Sequence[str], data: DataConfig, option: str) -> list[Text
     found: list[Text] = []
     inputs = find_inputs(paths, data.format, None, option, data.text_field)
     for item in inputs:
-        path, documents = Path(item.path), list[list[bytes]]()
-        for piece in item.read():
-            if piece.starts_document:
-                documents.append([])
-            documents[-1].append(piece.data)
-        if not any(any(parts) for parts in documents):
+        path = Path(item.path)
+        with reading(path):
+            documents = tuple(map(b"".join, item.read()))
+        if not any(documents):
             raise UserError(f"{path} is empty; remove it from {option}")
-        found.append(Text(path.absolute(), tuple(map(b"".join, documents))))
+        found.append(Text(path.absolute(), documents))
     return found
 
 

@@ -62,7 +62,7 @@ def one_step(seq_len: int, world: World) -> tuple[float, int]:
     train = TrainConfig(batch_size=1, seq_len=seq_len, backprop_len=seq_len)
     trainer = Trainer(TransformerVQ(MODEL), RunConfig(MODEL, train=train), world.device, world)
     tokens = torch.randint(MODEL.vocab_size, (2, 1, seq_len))
-    batch = Batch(tokens[0], tokens[1], positions=torch.zeros_like(tokens[0]))
+    batch = Batch(tokens[0], tokens[1])
     loss = trainer.step(batch, 0, begins=True).nats_per_token
     layer = next(b for b in trainer.model.branches if isinstance(b, VQAttention))
     return loss, layer.exchange.sent if isinstance(layer.exchange, Exchange) else 0

@@ -22,7 +22,12 @@ from transformer_vq.data.bpe import LINE_STARTS
 from transformer_vq.data.corpus import Corpus
 from transformer_vq.data.hf_tokenizer import import_tokenizers
 from transformer_vq.data.prepare import prepare
-from transformer_vq.data.tokenizers import SEGMENT, TOKENIZER_FILES, divide, import_sentencepiece
+from transformer_vq.data.tokenizers import (
+    CHUNK_CHARS,
+    TOKENIZER_FILES,
+    divide,
+    import_sentencepiece,
+)
 from transformer_vq.errors import UserError
 from transformer_vq.progress import info
 
@@ -35,19 +40,19 @@ _PREPARE = """
 import json, re, resource, sys, time
 from transformer_vq.config import DataConfig
 from transformer_vq.checks import from_plain
-from transformer_vq.data import prepare as text
-from transformer_vq.data.prepare import prepare
+from transformer_vq.data import prepare as preparing
 config = from_plain(DataConfig, json.loads(sys.argv[1]), "data")
 learning = 0.0
-learn = text.learn_bpe
+learn = preparing._learn
 def timed(*arguments):
     global learning
     start = time.perf_counter()
-    learn(*arguments)
+    tokenizer = learn(*arguments)
     learning = time.perf_counter() - start
-text.learn_bpe = timed
+    return tokenizer
+preparing._learn = timed
 start = time.perf_counter()
-prepare(config, json.loads(sys.argv[2]))
+preparing.prepare(config, json.loads(sys.argv[2]))
 seconds = time.perf_counter() - start - learning
 try:
     kib = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
@@ -146,7 +151,7 @@ def _write_copies(texts: list[str], n_bytes: int, path: Path) -> int:
 def _library_throughput(file: Path, texts: list[str]) -> float:
     """Return the MB/s of the library's own batch method on all cores, from memory to memory.
 
-    The better of whole documents and segments counts.
+    The better of whole documents and chunks counts.
     """
     encode = _library_method(file)
     chosen = list(islice(cycle(texts), max(1, LIBRARY_BYTES * len(texts) // sum(map(len, texts)))))
@@ -154,7 +159,7 @@ def _library_throughput(file: Path, texts: list[str]) -> float:
     best = 0.0
     for batch in (
         chosen,
-        [part for text in chosen for part in divide(text, SEGMENT, LINE_STARTS) if part],
+        [chunk for text in chosen for chunk in divide(text, CHUNK_CHARS, LINE_STARTS) if chunk],
     ):
         start = time.perf_counter()
         encode(batch)

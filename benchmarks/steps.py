@@ -194,7 +194,7 @@ def _random_batch(cell: Cell) -> Batch:
     positions = torch.arange(cell.seq_len).expand(shape)
     tokens, targets = (torch.randint(cell.vocab_size, shape) for _ in range(2))
     ids = None if cell.document_len is None else positions // cell.document_len
-    return Batch(tokens, targets, positions, document_ids=ids)
+    return Batch(tokens, targets, document_ids=ids)
 
 
 class SdpaAttention(nn.Module):

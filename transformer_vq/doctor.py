@@ -375,7 +375,7 @@ def _trainer(
     train = TrainConfig(batch_size=b, seq_len=t, backprop_len=t, precision=_precision(device))
     trainer = Trainer(TransformerVQ(config), RunConfig(config, train=train), device)
     tokens = torch.randint(config.vocab_size, shape)
-    batch = Batch(tokens, tokens.roll(-1, dims=1), torch.arange(t).expand(shape))
+    batch = Batch(tokens, tokens.roll(-1, dims=1))
     return lambda: trainer.step(batch, 0, begins=True)
 
 

@@ -23,7 +23,7 @@ EXTRAS = {
     "transformers": "hf",
     "triton": "triton",
     "uvicorn": "serve",
-    "zstandard": "data",
+    "pyarrow": "data",
 }
 OUT_OF_MEMORY_SIGNS = ("allocate memory", "bad_alloc", "memory object")  # torch, libstdc++, oneDNN
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_vq.data.batches import Batch, packs_documents, read_rows
+from transformer_vq.data.batches import Batch, packs_documents, read_positions, read_rows
 from transformer_vq.data.corpus import Split, SplitSize
 from transformer_vq.device import evaluating, matmul_precision, to_device
 from transformer_vq.errors import UserError
@@ -110,13 +110,13 @@ def score(
     with evaluating(model), matmul_precision(device, precision):
         state, of_group = None, -1
         contexts = _contexts(split, protocol, seq_len, max_tokens)
-        for group, n_rows, batch in _windows(split, contexts, batch_size, window, share):
+        for group, positions, batch in _windows(split, contexts, batch_size, window, share):
             if stopped():
                 return None
             if group != of_group:
                 state, of_group = None, group
-            elif state is not None and n_rows < len(state.position):
-                state = state.select(torch.arange(n_rows, device=device))
+            elif state is not None and len(positions) < len(state.position):
+                state = state.select(torch.arange(len(positions), device=device))
             n_targets = batch.n_targets
             batch = batch.map(lambda x: to_device(x, device))
             output = model(batch.tokens, state, batch.valid, batch.document_ids)
@@ -126,7 +126,7 @@ def score(
             )
             valid = batch.valid
             weight = torch.ones_like(batch.targets) if valid is None else valid.long()
-            bins = position_bin(batch.positions).flatten()
+            bins = position_bin(to_device(positions, device)).flatten()
             nats.index_add_(0, bins, losses.double() * weight.flatten())
             count.index_add_(0, bins, weight.flatten())
             advance(n_targets)
@@ -168,8 +168,8 @@ def _windows(
     batch_size: int,
     window: int,
     share: tuple[int, int],
-) -> Iterator[tuple[int, int, Batch]]:
-    """Yield (index of the group of contexts, rows that continue, their next window).
+) -> Iterator[tuple[int, Tensor, Batch]]:
+    """Yield (index of the group of contexts, positions of the next window, the window).
 
     Each rank takes every n-th context of a group. All ranks run the same number of windows, because
     the model may communicate; a rank without contexts gets padding.
@@ -185,11 +185,9 @@ def _windows(
         for offset in range(0, longest, window):
             n_rows = max(int((ends - begins > offset).sum()), 1)
             n = min(window, longest - offset)
-            yield (
-                first,
-                n_rows,
-                read_rows(split, begins[:n_rows], ends[:n_rows], offset, n, documents),
-            )
+            positions = read_positions(split, begins[:n_rows], offset, n)
+            batch = read_rows(split, begins[:n_rows], ends[:n_rows], offset, n, documents)
+            yield first, positions, batch
 
 
 def _summary(

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
-from data_helpers import documents, rejection
+from data_helpers import documents, rejection, story
 from sentencepiece_models import train_sentencepiece
 
 from transformer_vq.config import DataConfig
@@ -21,7 +21,7 @@ from transformer_vq.data.paths import SPLITS, DataError
 from transformer_vq.data.prepare import prepare
 
 CONTENT = np.random.default_rng(0).bytes(1000)
-VOCAB_SIZE = 380
+VOCAB_SIZE = 340
 BOOKS = {"train": range(5), "validation": (60, 70), "test": (80, 90)}
 
 
@@ -36,33 +36,26 @@ def enwik8_config(tmp_path, *path):
     return DataConfig("enwik8", paths, end_of_document=False, cache=cache)
 
 
-def test_the_complete_file_has_the_published_splits(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_the_complete_file_has_the_published_splits(tmp_path, monkeypatch, capsys, is_complete):
     assert (corpora.SIZE, corpora.EDGES) == (100_000_000, (90_000_000, 95_000_000))
-    monkeypatch.setattr(corpora, "SIZE", 1000)
-    monkeypatch.setattr(corpora, "EDGES", (700, 900))
+    if is_complete:
+        monkeypatch.setattr(corpora, "SIZE", 1000)
+        monkeypatch.setattr(corpora, "EDGES", (700, 900))
     (tmp_path / "enwik8").write_bytes(CONTENT)
     corpus = prepare(enwik8_config(tmp_path, tmp_path / "enwik8"))
-    assert documents(corpus, "train") == [CONTENT[:700]]
-    assert documents(corpus, "validation") == [CONTENT[700:900]]
-    assert documents(corpus, "test") == [CONTENT[900:]]
-    assert capsys.readouterr().err == ""
-
-
-def test_a_file_of_another_size_is_split_in_proportion_with_a_warning(tmp_path, capsys):
-    (tmp_path / "head").write_bytes(CONTENT)
-    corpus = prepare(enwik8_config(tmp_path, tmp_path / "head"))
-    assert documents(corpus, "train") == [CONTENT[:900]]
-    assert documents(corpus, "validation") == [CONTENT[900:950]]
-    assert documents(corpus, "test") == [CONTENT[950:]]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "1,000 bytes" in line
-    assert "cannot be compared" in line
+    edges = (0, 700, 900, 1000) if is_complete else (0, 900, 950, 1000)
+    for split, (first, last) in zip(SPLITS, pairwise(edges), strict=True):
+        assert documents(corpus, split) == [CONTENT[first:last]]
+    found = capsys.readouterr().err
+    assert ("has 1,000 bytes instead of" in found) == (not is_complete)
+    assert found.count("\n") == (not is_complete)
 
 
 def test_compressed_files_and_folders_are_accepted(tmp_path):
     write_zip(tmp_path / "enwik8.zip", CONTENT)
     (tmp_path / "other.gz").write_bytes(gzip.compress(CONTENT))
-    for path in (tmp_path, tmp_path / "enwik8.zip", tmp_path / "other.gz"):
+    for path in (tmp_path, tmp_path / "other.gz"):
         assert documents(prepare(enwik8_config(tmp_path, path)), "train") == [CONTENT[:900]]
 
 
@@ -112,15 +105,8 @@ def test_a_failed_download_is_reported_in_one_line_and_leaves_no_files(tmp_path,
     assert list((tmp_path / "downloads").iterdir()) == []
 
 
-def book(seed: int, n_lines: int = 60) -> str:
-    """Return similar but different lines, some of them indented or empty."""
-    who = ["Alice", "the captain", "her sister", "an old man", "caf\u00e9 owners"]
-    what = ["was walking to", "never left", "dreamed about", "wrote of"]
-    where = ["the river", "London", "a garden", "the sea"]
-    lines = []
-    for i in range(seed, seed + n_lines):
-        lines.append(f"{'  ' * (i % 2)}{who[i % 5]} {what[i // 2 % 4]} {where[i // 3 % 4]}, {i}.")
-    return f"BOOK {seed}\n\n\n" + "\n".join(lines) + "\n"
+def book(seed: int) -> str:
+    return f"BOOK {seed}\n\n\n" + story(60 + seed).replace("fox", "caf\u00e9")
 
 
 def write_books(root, end="\n"):
@@ -166,13 +152,6 @@ def test_each_book_is_one_lossless_document_with_its_words(books, model):
         assert sorted(got) == sorted(reference.encode(book(seed)) for seed in seeds)
 
 
-def test_books_without_a_vocabulary_name_the_fix(books):
-    message = rejection(prepare, replace(books, tokenizer=None), VOCAB_SIZE)
-    assert "give a SentencePiece .model file as --data.tokenizer" in message
-    message = rejection(prepare, replace(books, tokenizer="sentencepiece"))
-    assert "SentencePiece vocabularies are not learned" in message
-
-
 def test_a_vocabulary_is_learned_from_the_train_split_only(root, books):
     bpe = replace(books, tokenizer="bpe")
     first = prepare(bpe, VOCAB_SIZE)
@@ -187,18 +166,11 @@ def test_line_endings_do_not_change_the_tokens(books, tmp_path):
     assert (lf.sha256, lf.sizes) == (crlf.sha256, crlf.sizes)
 
 
-def test_other_files_are_skipped(root, books, capsys):
-    (root / "train" / "0.txt").write_text("")
-    (root / "train" / "._1.txt").write_bytes(b"\x00\x05\xff")
-    (root / "train" / "notes.md").write_text("not a book")
-    (root / "metadata.csv").write_text("id,title\n")
-    (root / "train" / "9.txt").symlink_to("nowhere.txt")
-    os.mkfifo(root / "train" / "8.txt")
-    assert prepare(books).sizes["train"].documents == 4
-    assert "2 entries" in capsys.readouterr().err
-
-
-def test_missing_books_are_rejected(root, books):
+def test_missing_books_and_vocabularies_are_rejected(root, books):
+    message = rejection(prepare, replace(books, tokenizer=None), VOCAB_SIZE)
+    assert "give a SentencePiece .model file as --data.tokenizer" in message
+    message = rejection(prepare, replace(books, tokenizer="sentencepiece"))
+    assert "SentencePiece vocabularies are not learned" in message
     message = rejection(prepare, replace(books, path=str(root / "nowhere")))
     assert "nowhere does not exist; --data.path must contain the books" in message
     (root / "train" / "2.txt").write_bytes("caf\u00e9".encode("latin-1"))

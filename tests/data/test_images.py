@@ -1,6 +1,5 @@
 """Images: a folder of any format and size, split by count, and ImageNet64's npz files."""
 
-import random
 import sys
 
 import numpy as np
@@ -11,7 +10,7 @@ from PIL import Image
 from transformer_vq.config import DataConfig
 from transformer_vq.data import images
 from transformer_vq.data.images import decode_image, images_to_tokens, tokens_to_images
-from transformer_vq.data.paths import SPLITS, DataError
+from transformer_vq.data.paths import SPLITS
 from transformer_vq.data.prepare import prepare
 from transformer_vq.errors import MissingExtraError
 
@@ -48,7 +47,7 @@ def test_images_are_resized_with_a_box_filter(tmp_path):
     assert np.abs(decode_image(tmp_path / "x.png") - means).max() <= 1  # rounded along each axis
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "I;16", "RGBA", "LA"])
+@pytest.mark.parametrize("mode", ["1", "P", "CMYK", "I;16", "LA"])
 def test_all_pixel_modes_are_converted_to_rgb(tmp_path, mode):
     path = tmp_path / ("x.tif" if mode in ("CMYK", "YCbCr") else "x.png")
     grey = 255 if mode == "1" else 200
@@ -64,23 +63,19 @@ def test_all_pixel_modes_are_converted_to_rgb(tmp_path, mode):
     assert (image == grey).all()
 
 
-def test_transparency_becomes_white(tmp_path):
+def test_transparency_becomes_white_and_the_orientation_is_applied(tmp_path):
     Image.new("RGBA", (8, 8), (255, 0, 0, 0)).save(tmp_path / "rgba.png")
     Image.new("P", (8, 8), 0).save(tmp_path / "palette.png", transparency=0)
     Image.new("RGBA", (8, 8), (255, 0, 0, 128)).save(tmp_path / "half.png")
     assert (decode_image(tmp_path / "rgba.png") == 255).all()
     assert (decode_image(tmp_path / "palette.png") == 255).all()
     assert (decode_image(tmp_path / "half.png") == (255, 127, 127)).all()
-
-
-def test_the_exif_orientation_is_applied(tmp_path):
     pixels = np.zeros((64, 64, 3), dtype=np.uint8)
     pixels[:32] = 255  # white above, black below
     exif = Image.Exif()
     exif[0x0112] = 3  # orientation: upside down
     Image.fromarray(pixels).save(tmp_path / "x.png", exif=exif)
-    assert (decode_image(tmp_path / "x.png")[:32] == 0).all()
-    assert (decode_image(tmp_path / "x.png")[32:] == 255).all()
+    assert (decode_image(tmp_path / "x.png") == 255 - pixels).all()
 
 
 def test_a_folder_is_split_by_count_and_content(tmp_path):
@@ -97,6 +92,8 @@ def test_a_folder_is_split_by_count_and_content(tmp_path):
 
 def test_too_few_images_are_rejected(tmp_path):
     write_images(tmp_path / "a", 2)
+    (tmp_path / "empty").mkdir()
+    assert "0 readable images" in rejection(prepared, tmp_path / "empty")
     (tmp_path / "a" / ".hidden.png").write_bytes((tmp_path / "a" / "0.png").read_bytes())
     (tmp_path / "a" / "notes.txt").write_text("not an image")
     (tmp_path / "a" / "bad.png").write_text("not an image")
@@ -120,11 +117,6 @@ def test_unreadable_files_are_skipped_with_a_warning_of_one_line(tmp_path, monke
     links, unreadable = capsys.readouterr().err.splitlines()
     assert "1 entries" in links
     assert "3 of 7 images" in unreadable
-
-
-def test_an_empty_folder_is_rejected(tmp_path):
-    (tmp_path / "a").mkdir()
-    assert "0 readable images" in rejection(prepared, tmp_path / "a")
 
 
 def test_missing_pillow_is_reported_with_the_install_command(tmp_path, monkeypatch):
@@ -174,8 +166,7 @@ def test_color_planes_become_pixels_in_raster_order(folder):
     assert (images_to_tokens(image[None]) == tokens).all()
 
 
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-@pytest.mark.parametrize("chunk", [1, 3, 256])
+@pytest.mark.parametrize(("save", "chunk"), [(np.savez, 3), (np.savez_compressed, 256)])
 def test_splits_are_ranges_of_all_files_for_any_chunk_size(
     folder, monkeypatch, save, chunk, capsys
 ):
@@ -205,14 +196,6 @@ def test_the_complete_dataset_is_split_as_in_the_paper(folder, monkeypatch, caps
     assert capsys.readouterr().err == ""
 
 
-def test_missing_files_are_rejected(folder):
-    assert "absent does not exist" in rejection(prepared, folder / "absent", "imagenet64")
-    assert "train_data_batch_1.npz is not in" in rejection(prepared, folder, "imagenet64")
-    write_files(folder, random_rows(1))
-    (folder / "val_data.npz").unlink()
-    assert "val_data.npz is not in" in rejection(prepared, folder, "imagenet64")
-
-
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
@@ -223,31 +206,11 @@ def test_missing_files_are_rejected(folder):
     ],
     ids=["width", "dtype", "order", "name"],
 )
-def test_other_arrays_are_rejected(folder, arrays, message):
+def test_other_arrays_and_missing_files_are_rejected(folder, arrays, message):
+    assert "train_data_batch_1.npz is not in" in rejection(prepared, folder, "imagenet64")
     write_files(folder, random_rows(1))
     np.savez(folder / "train_data_batch_1.npz", **arrays)
     assert message in rejection(prepared, folder, "imagenet64")
-
-
-@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
-def test_mutated_files_are_rejected_in_one_line_or_read_correctly(folder, save):
-    """No other error of zipfile or numpy escapes."""
-    rows = np.zeros((2, 12288), dtype=np.uint8)
-    write_files(folder, rows, save=save)
     path = folder / "train_data_batch_1.npz"
-    content, rng = path.read_bytes(), random.Random(0)
-    directory = content.index(b"PK\x01\x02")
-    offsets = [*range(200), *range(directory, len(content))]
-    for _ in range(300):
-        mutated = bytearray(content)
-        for offset in rng.sample(offsets, rng.choice([1, 1, 2, 5])):
-            mutated[offset] = rng.randrange(256)
-        path.write_bytes(mutated)
-        try:
-            found = images.find_imagenet64(folder)
-            tokens = [piece.data for item in found if item.split != "test" for piece in item.read()]
-            message = ""
-        except DataError as error:
-            tokens, message = list(map(bytes, rows)), str(error)
-        assert tokens == list(map(bytes, rows))
-        assert "\n" not in message
+    path.write_bytes(path.read_bytes()[:-30])
+    assert f"cannot read {path}" in rejection(prepared, folder, "imagenet64")

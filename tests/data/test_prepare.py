@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,14 +15,25 @@ import tokenizers
 from data_helpers import CONTENT, documents, open_rejection, rejection, story
 
 from transformer_vq.config import DataConfig
-from transformer_vq.data import prepare as module
+from transformer_vq.data import documents as module
+from transformer_vq.data import prepare as preparing
 from transformer_vq.data import text as reading
 from transformer_vq.data.corpus import Corpus, SplitSize
+from transformer_vq.data.documents import count_words
 from transformer_vq.data.paths import SPLITS
-from transformer_vq.data.prepare import count_words, prepare
+from transformer_vq.data.prepare import prepare
 from transformer_vq.data.text import Input
 
 TEXTS = [f"Document {i}\n\n" + "".join(f"line {j} of {i}\n" for j in range(i)) for i in range(40)]
+
+
+@pytest.fixture
+def text(tmp_path):
+    """The config of a text file with CONTENT."""
+    (tmp_path / "text").write_bytes(CONTENT)
+    return DataConfig(
+        path=str(tmp_path / "text"), cache=str(tmp_path / "cache"), end_of_document=False
+    )
 
 
 @pytest.fixture
@@ -75,7 +87,11 @@ def test_every_format_gives_the_same_tokens(folder, jsonl, options):
         assert (one.split(name).tokens == other.split(name).tokens).all()
         assert (one.split(name).starts == other.split(name).starts).all()
     assert sorted(all_documents(one)) == sorted(text.encode() for text in TEXTS)
-    size = one.sizes["train"]
+    size, eod = one.sizes["train"], one.tokenizer().eod
+    if eod is not None:
+        split = one.split("train")
+        ends = np.append(split.starts[1:], len(split)) - 1
+        assert np.flatnonzero(split.tokens == eod).tolist() == ends.tolist()
     assert size.bytes == sum(map(len, documents(one, "train")))
     assert size.words == sum(len(text.split()) for text in documents(one, "train"))
 
@@ -108,21 +124,10 @@ def test_a_vocabulary_is_never_learned_from_held_out_text(text, tmp_path):
 
 
 def test_a_vocabulary_is_learned_from_a_limited_amount_of_text(folder, jsonl, monkeypatch):
-    monkeypatch.setattr(module, "MAX_CHARS", 3000)
+    monkeypatch.setattr(preparing, "MAX_LEARN_BYTES", 3000)
     one = prepare(replace(folder, tokenizer="bpe"), 280)
     other = prepare(replace(jsonl, tokenizer="bpe"), 280)
     assert one.tokenizer_sha256 == other.tokenizer_sha256
-
-
-def test_an_end_of_document_token_follows_each_document(folder):
-    corpus = prepare(folder)
-    assert (corpus.vocab_size, corpus.bos, corpus.tokenizer().eod) == (257, 256, 256)
-    for name in SPLITS:
-        split = corpus.split(name)
-        ends = np.append(split.starts[1:], len(split)) - 1
-        assert (split.tokens[ends] == 256).all()
-        assert np.count_nonzero(split.tokens == 256) == len(ends)
-        assert split.size.tokens == split.size.bytes + split.size.documents
 
 
 def test_explicit_splits_are_used_as_they_are(tmp_path, folder):
@@ -160,7 +165,7 @@ def test_an_interruption_loses_only_the_input_in_progress(folder, monkeypatch, t
         yield from read(item)
 
     def interrupt(item):
-        if n_read == (len(TEXTS) if tokenizer == "bpe" else 0) + 25:
+        if n_read == (2 * len(TEXTS) if tokenizer == "bpe" else 0) + 25:
             raise KeyboardInterrupt
         yield from count(item)
 
@@ -185,7 +190,8 @@ def test_a_killed_preparation_is_resumed(folder, tmp_path):
     program = f"""
 import os, signal
 from transformer_vq.config import DataConfig
-from transformer_vq.data import prepare as module
+from transformer_vq.data import documents as module
+from transformer_vq.data.prepare import prepare
 from transformer_vq.data.text import Input
 module.FLUSH_TOKENS = 100
 read, n_read = Input.read, 0
@@ -196,7 +202,7 @@ def kill(item):
         os.kill(os.getpid(), signal.SIGKILL)
     yield from read(item)
 Input.read = kill
-module.prepare(DataConfig(path={folder.path!r}, cache={folder.cache!r}))
+prepare(DataConfig(path={folder.path!r}, cache={folder.cache!r}))
 """
     ended = subprocess.run([sys.executable, "-c", program], check=False)
     assert ended.returncode == -signal.SIGKILL
@@ -219,9 +225,12 @@ def test_rejected_data_and_a_full_disk_leave_no_corpus(folder, tmp_path, monkeyp
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "_row", full)
+    monkeypatch.setattr(np, "save", full)
     message = rejection(prepare, folder)
     assert message.startswith(f"cannot write to {tmp_path}/cache: No space left on device; ")
+    (tmp_path / "file").write_text("not a folder")
+    message = rejection(prepare, replace(folder, cache=str(tmp_path / "file")))
+    assert message.startswith(f"cannot write to {tmp_path}/file: ")
 
 
 def test_data_that_change_while_they_are_read_are_rejected(folder, monkeypatch, tmp_path):
@@ -236,49 +245,16 @@ def test_data_that_change_while_they_are_read_are_rejected(folder, monkeypatch, 
     assert os.listdir(folder.cache) == []
 
 
-def test_preparing_again_writes_nothing(text, capsys):
-    first = prepare(text)
-    before = state_of(first.folder)
-    assert prepare(text) == first
-    assert state_of(first.folder) == before
-    assert capsys.readouterr().err == ""
-
-
-def test_a_corpus_depends_on_content_names_times_and_settings(folder, tmp_path, monkeypatch):
-    names = {prepare(folder).folder.name}
-    for options in (
-        {"end_of_document": False},
-        {"validation_share": 0.1},
-        {"test_path": folder.path},
-        {"format": "text"},
-    ):
-        names.add(prepare(replace(folder, **options)).folder.name)
-    os.utime(tmp_path / "folder" / "0.txt", (0, 0))
-    names.add(prepare(folder).folder.name)
-    (tmp_path / "folder" / "0.txt").rename(tmp_path / "folder" / "other.txt")
-    names.add(prepare(folder).folder.name)
-    assert len(names) == 6  # --data.format text is what is recognized anyway
-    (tmp_path / "folder").rename(tmp_path / "moved")
-    assert prepare(replace(folder, path=(str(tmp_path / "moved"),))).folder.name in names
-    monkeypatch.chdir(tmp_path / "moved")
-    for relative in ("../moved", "."):
-        assert prepare(replace(folder, path=(relative,))).folder.name in names
-
-
-def test_sha256_depends_on_documents_and_not_on_their_path(text, tmp_path):
-    first = prepare(text)
-    copy = tmp_path / "copy"
-    copy.write_bytes(CONTENT)
-    second = prepare(replace(text, path=str(copy)))
-    assert second.folder != first.folder
-    assert second.sha256 == first.sha256
-    copy.write_bytes(CONTENT[:-1] + b".")
-    assert prepare(replace(text, path=str(copy))).sha256 != first.sha256
-    assert prepare(replace(text, end_of_document=True)).sha256 != first.sha256
-
-
-@pytest.mark.parametrize("name", ["tokens.bin", "train.npy", "meta.json", "manifest.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("tokens.bin", "flip"),
+        ("tokens.bin", "delete"),
+        ("train.npy", "cut"),
+        ("meta.json", "flip"),
+        ("manifest.json", "delete"),
+    ],
+)
 def test_a_damaged_corpus_is_rejected_and_prepared_again(text, name, damage, capsys):
     corpus = prepare(text)
     path = corpus.folder / name
@@ -294,11 +270,37 @@ def test_a_damaged_corpus_is_rejected_and_prepared_again(text, name, damage, cap
     assert all_documents(prepare(text)) == all_documents(corpus)
 
 
+def test_a_corpus_of_other_data_is_prepared_again(text, folder, capsys):
+    corpus, other = prepare(text), prepare(folder)
+    shutil.rmtree(corpus.folder)
+    shutil.copytree(other.folder, corpus.folder)
+    assert prepare(text) == corpus
+    assert "was prepared from other data" in capsys.readouterr().err
+
+
 def test_a_corpus_of_another_version_is_one_clear_line(text):
     corpus = prepare(text)
     meta = json.loads((corpus.folder / "meta.json").read_text())
     (corpus.folder / "meta.json").write_text(json.dumps(meta | {"format": 4}))
     assert "was written by another version" in open_rejection(corpus.folder)
+
+
+def test_a_corpus_is_found_again_until_data_or_settings_change(folder, tmp_path, capsys):
+    first = prepare(folder)
+    before = state_of(first.folder)
+    (tmp_path / "folder").rename(tmp_path / "moved")
+    moved = replace(folder, path=(str(tmp_path / "moved"),))
+    assert prepare(moved) == first
+    assert state_of(first.folder) == before
+    assert capsys.readouterr().err == ""
+    os.utime(tmp_path / "moved" / "0.txt", (0, 0))
+    other = prepare(moved)
+    assert (other.folder != first.folder, other.sha256) == (True, first.sha256)
+    without_ends = prepare(replace(moved, end_of_document=False))
+    assert without_ends.folder != other.folder
+    assert without_ends.sha256 != first.sha256
+    (tmp_path / "moved" / "0.txt").write_text("other")
+    assert prepare(moved).sha256 != first.sha256
 
 
 def test_two_processes_prepare_the_same_data_once(folder):
@@ -322,7 +324,7 @@ def test_prepare_rejects_a_vocab_size_that_differs_from_the_data(text):
     )
 
 
-@pytest.mark.parametrize(("n", "split"), [(1, "validation"), (5, "test"), (10, "test")])
+@pytest.mark.parametrize(("n", "split"), [(1, "validation"), (10, "test")])
 def test_prepare_rejects_too_few_bytes_for_three_splits(text, tmp_path, n, split):
     (tmp_path / "text").write_bytes(CONTENT[:n])
     assert rejection(prepare, text, 256) == (
@@ -332,20 +334,13 @@ def test_prepare_rejects_too_few_bytes_for_three_splits(text, tmp_path, n, split
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def test_prepare_rejects_a_cache_that_is_a_file(text, tmp_path):
-    (tmp_path / "cache").write_text("not a folder")
-    message = rejection(prepare, text, 256)
-    assert message.startswith(f"cannot write to {tmp_path}/cache: ")
-    assert message.endswith("use another --data.cache")
-
-
 def test_a_lossy_tokenizer_is_reported(folder, tmp_path, capsys):
     lossy = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1}, "[UNK]"))
     lossy.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     lossy.add_special_tokens(["</s>"])
     lossy.save(str(tmp_path / "tokenizer.json"))
     corpus = prepare(replace(folder, tokenizer=str(tmp_path / "tokenizer.json")))
-    assert "100.0% of the checked segments differ" in capsys.readouterr().err
+    assert "100.0% of the checked chunks differ" in capsys.readouterr().err
     assert sum(size.bytes for size in corpus.sizes.values()) == sum(map(len, TEXTS))
 
 
@@ -360,7 +355,7 @@ def test_empty_documents_are_skipped_and_counted(folder, tmp_path, capsys):
         assert message.startswith(f"{tmp_path}/empty is empty")
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("size", [1, 1000])
 def test_words_and_characters_across_chunks_are_counted_once(text, tmp_path, monkeypatch, size):
     monkeypatch.setattr(reading, "CHUNK", size)
     (tmp_path / "text").write_bytes("caf\u00e9 \u65e5\u672c  x\n".encode() * 100)
@@ -372,28 +367,20 @@ def test_words_and_characters_across_chunks_are_counted_once(text, tmp_path, mon
     assert count_words(b"a b", in_word=True) == (1, True)
 
 
-class RecordingReporter:
-    """Keeps what it receives."""
-
-    def __init__(self):
-        self.tasks, self.messages = [], []
-
-    def progress(self, what, total, unit, done=0):
-        self.tasks.append(what)
-        return nullcontext(lambda n, note="": None)
-
-    def info(self, message):
-        self.messages.append(message)
-
-    warn = info
-
-
 def test_prepare_reports_to_the_given_reporter(text, capsys):
-    reporter = RecordingReporter()
-    corpus = prepare(text, reporter=reporter)
-    assert reporter.tasks == ["preparing text"]
+    tasks, messages = [], []
+
+    class Recorder:
+        def progress(self, what, total, unit, done=0):
+            tasks.append(what)
+            return nullcontext(lambda n, note="": None)
+
+        def warn(self, message):
+            messages.append(message)
+
+    corpus = prepare(text, reporter=Recorder())
+    assert tasks == ["preparing text"]
     (corpus.folder / "tokens.bin").write_bytes(b"")
-    prepare(text, reporter=reporter)
-    (warning,) = reporter.messages
-    assert str(corpus.folder) in warning
+    prepare(text, reporter=Recorder())
+    assert str(corpus.folder) in messages[0]
     assert capsys.readouterr().err == ""

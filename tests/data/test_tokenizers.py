@@ -68,18 +68,14 @@ def test_any_text_round_trips(learned, parts):
         assert tokenizer is not learned or tokenizer.bos not in tokens
 
 
-def test_bytes_that_are_not_utf8_round_trip(learned):
-    data = b"caf\xe9 \xff\xfe ok"
-    for tokenizer in (learned, ByteTokenizer()):
-        assert tokenizer.decode(tokenizer.encode(os.fsdecode(data))) == data
-
-
-def test_lone_surrogates_become_replacement_characters(learned, tmp_path):
+def test_surrogate_escapes_become_bytes_and_other_surrogates_are_replaced(learned, tmp_path):
     (tmp_path / "other.model").write_bytes(train_other())
     without_bytes = SentencePieceTokenizer(tmp_path / "other.model")
     text = "fox \ud800 \udfff\udcff ok"
     for tokenizer in (learned, ByteTokenizer()):
         assert tokenizer.decode(tokenizer.encode(text)) == b"fox \xef\xbf\xbd \xef\xbf\xbd\xff ok"
+        data = b"caf\xe9 \xff\xfe ok"
+        assert tokenizer.decode(tokenizer.encode(os.fsdecode(data))) == data
     assert without_bytes.encode(text) == without_bytes.encode("fox \ufffd \ufffd\ufffd ok")
     assert ByteTokenizer().encode("\ud800") == list("\ufffd".encode())
 
@@ -92,14 +88,6 @@ def test_batches_equal_single_texts(learned, tmp_path, texts):
         batch = tokenizer.encode_batch(texts)
         assert [x.tolist() for x in batch] == [tokenizer.encode(text) for text in texts]
         assert all(x.dtype == np.uint32 for x in batch)
-
-
-def test_bytes_with_an_end_of_document_have_one_more_token():
-    tokenizer = ByteTokenizer(end_of_document=True)
-    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (257, 256, 256)
-    assert tokenizer.decode([256, 0, 97, 256]) == b"\0a"
-    assert len(set(tokenizer.pieces)) == 257
-    assert ByteTokenizer().eod is None
 
 
 @pytest.mark.parametrize(
@@ -125,12 +113,6 @@ def test_lines_are_cut_only_where_that_keeps_the_tokens(learned, tmp_path):
         list(text),
         [text],
     ]
-
-
-def test_learned_vocabularies_give_the_ids_of_sentencepiece(learned, model_path):
-    reference = sentencepiece.SentencePieceProcessor(model_file=str(model_path))
-    for text in [story(), *(text for text in AWKWARD if "\u2581" not in text)]:
-        assert learned.encode(text) == reference.encode(text)
 
 
 @pytest.mark.parametrize(
@@ -165,17 +147,23 @@ def test_a_saved_tokenizer_is_loaded(learned, model_path, tmp_path):
 def test_load_tokenizer_without_a_model_returns_bytes(tmp_path):
     ByteTokenizer().save(tmp_path)
     assert list(tmp_path.iterdir()) == []
-    assert load_tokenizer(tmp_path, end_of_document=True).vocab_size == 257
+    tokenizer = load_tokenizer(tmp_path, end_of_document=True)
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (257, 256, 256)
+    assert tokenizer.decode([256, 0, 97, 256]) == b"\0a"
+    assert len(set(tokenizer.pieces)) == 257
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.vocab_size, tokenizer.bos) == (256, 0)
     assert tokenizer.encode("a\u00e9") == [97, 195, 169]
 
 
-@pytest.mark.parametrize("keep", [0, 1, 100, -1])
-def test_a_corrupt_model_is_rejected(model_path, tmp_path, keep):
+def test_a_corrupt_or_unusable_model_is_rejected(model_path, tmp_path):
     path = tmp_path / "broken.model"
-    path.write_bytes(model_path.read_bytes()[:keep])
-    with pytest.raises(DataError, match=r"broken\.model is not a SentencePiece model"):
+    for keep in (0, 100, -1):
+        path.write_bytes(model_path.read_bytes()[:keep])
+        with pytest.raises(DataError, match=r"broken\.model is not a SentencePiece model"):
+            SentencePieceTokenizer(path)
+    path.write_bytes(train_other(bos_id=-1, eos_id=-1))
+    with pytest.raises(DataError, match=r"broken\.model has no bos piece"):
         SentencePieceTokenizer(path)
 
 
@@ -189,12 +177,5 @@ def test_load_tokenizer_rejects_a_different_digest(learned, tmp_path):
     with pytest.raises(DataError, match=r"tokenizer\.model is corrupt or another vocabulary"):
         load_tokenizer(tmp_path, learned.sha256)
     path.unlink()
-    with pytest.raises(DataError, match=r"has no tokenizer\.model and no tokenizer\.json"):
+    with pytest.raises(DataError, match=r"has no tokenizer\.json and no tokenizer\.model"):
         load_tokenizer(tmp_path, learned.sha256)
-
-
-def test_a_model_without_bos_and_eos_is_rejected(tmp_path):
-    path = tmp_path / "other.model"
-    path.write_bytes(train_other(bos_id=-1, eos_id=-1))
-    with pytest.raises(DataError, match=r"other\.model has no bos piece"):
-        SentencePieceTokenizer(path)

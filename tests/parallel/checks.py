@@ -49,7 +49,6 @@ def spans(config, n, documents=False, padding=False):
             Batch(
                 tokens,
                 targets,
-                positions=torch.zeros_like(tokens),
                 valid=valid if padding else None,
                 document_ids=ids if documents else None,
             )

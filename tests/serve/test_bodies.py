@@ -6,7 +6,7 @@ import time
 
 from servers import TOKENIZER, a_model, a_service, running, wait_until
 
-from transformer_vq.data.tokenizers import SEGMENT, ByteTokenizer
+from transformer_vq.data.tokenizers import CHUNK_CHARS, ByteTokenizer
 from transformer_vq.serve.service import Limits
 
 
@@ -57,7 +57,7 @@ def test_scored_tokens_of_prompts_are_limited(client):
 
 def test_long_texts_have_the_same_tokens_as_short_ones(tmp_path):
     text = "a line of text\n" * 5000
-    assert len(text) > SEGMENT
+    assert len(text) > CHUNK_CHARS
     with running(a_service(tmp_path, a_model(block_len=256))) as client:
         found = client.complete(prompt=text, max_tokens=1, seed=1)
         want = client.complete(prompt=[TOKENIZER.bos, *text.encode()], max_tokens=1, seed=1)
@@ -70,7 +70,7 @@ def test_text_of_a_client_that_has_left_is_not_encoded(tmp_path):
     service = a_service(tmp_path, tokenizer=tokenizer)
     with running(service) as client:
         connection = http.client.HTTPConnection(client.host, client.port, timeout=20)
-        body = json.dumps({"prompt": "x" * SEGMENT * n_parts})
+        body = json.dumps({"prompt": "x" * CHUNK_CHARS * n_parts})
         connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         wait_until(lambda: tokenizer.n_encoded > 1)
         connection.close()

@@ -2,8 +2,8 @@
 
 Each token of a split is a target once per epoch. Its input is the preceding token, or `bos` at the
 start of a document, so nothing is predicted across documents. A split is cut into sequences of
-`seq_len` tokens, which are shuffled in each epoch. A batch of sequences is processed in windows of
-`backprop_len` tokens, and the model state is carried from one window to the next. To resume, a run
+`seq_len` tokens, which are shuffled in each epoch. A batch of sequences is processed in spans of
+`backprop_len` tokens, and the model state is carried from one span to the next. To resume, a run
 needs the step number only.
 """
 
@@ -23,12 +23,10 @@ from transformer_vq.data.paths import DataError
 
 @dataclass(frozen=True)
 class Batch:
-    """One window of several sequences: tokens and targets, [b, w], and arguments of the model."""
+    """One span of several sequences: tokens and targets, [b, w], and arguments of the model."""
 
     tokens: Tensor
     targets: Tensor
-    positions: Tensor
-    """Number of preceding tokens in the context of each token, [b, w]."""
     valid: Tensor | None = None
     """False for padding, [b, w]; None if there is no padding."""
     document_ids: Tensor | None = None
@@ -70,10 +68,16 @@ def read_rows(
     return Batch(
         tokens=torch.from_numpy(inputs.astype(np.int64)),
         targets=torch.from_numpy(split.read(at, document).astype(np.int64)),
-        positions=torch.from_numpy(at - np.maximum(document_start, starts[:, None])),
         valid=None if valid.all() else torch.from_numpy(valid),
         document_ids=torch.from_numpy(document) if with_document_ids else None,
     )
+
+
+def read_positions(split: Split, starts: np.ndarray, offset: int, length: int) -> Tensor:
+    """Return how many tokens of its document precede each target of `read_rows` in its context."""
+    at = starts[:, None] + offset + np.arange(length)
+    document_start = split.starts[np.searchsorted(split.starts, at, side="right") - 1]
+    return torch.from_numpy(at - np.maximum(document_start, starts[:, None]))
 
 
 def packs_documents(split: Split, seq_len: int) -> bool:
@@ -97,7 +101,7 @@ class TrainingBatches:
         self.seq_len = seq_len
         self.backprop_len = backprop_len
         self.seed = seed
-        self.n_windows = seq_len // backprop_len
+        self.n_spans = seq_len // backprop_len
         self._with_document_ids = packs_documents(split, seq_len)
         self._order = lru_cache(maxsize=2)(self._shuffle)
 
@@ -108,15 +112,15 @@ class TrainingBatches:
 
     def starts_sequences(self, step: int) -> bool:
         """Return whether a step starts new sequences, which need a new state."""
-        return step % self.n_windows == 0
+        return step % self.n_spans == 0
 
     def __getitem__(self, step: int) -> Batch:
-        number, window = divmod(step, self.n_windows)
+        number, span = divmod(step, self.n_spans)
         first = number * self.batch_size
         sequences = [self._sequence(n) for n in range(first, first + self.batch_size)]
         starts = np.array(sequences) * self.seq_len
         ends = np.minimum(starts + self.seq_len, len(self.split))
-        offset = window * self.backprop_len
+        offset = span * self.backprop_len
         return read_rows(
             self.split, starts, ends, offset, self.backprop_len, self._with_document_ids
         )

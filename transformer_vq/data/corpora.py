@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 from urllib.error import URLError
 
 from transformer_vq.config import LEARNED, DataConfig
-from transformer_vq.data.images import find_imagenet64, find_images, image_edges
+from transformer_vq.data.images import (
+    ImageFiles,
+    ImageNetFile,
+    find_imagenet64,
+    find_images,
+    image_edges,
+)
 from transformer_vq.data.paths import (
     SPLITS,
     DataError,
     check_folder,
     error_reason,
     expand_user,
+    file_fingerprint,
     list_files,
     path_kind,
 )
-from transformer_vq.data.text import Input, Piece, find_inputs, python_sources
+from transformer_vq.data.text import Input, find_inputs, python_sources
 from transformer_vq.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from transformer_vq.files import CorruptFileError, file_digest
 from transformer_vq.progress import info, warn
@@ -33,24 +38,8 @@ NAMES = ("enwik8", "enwik8.zip", "enwik8.xz", "enwik8.gz", "enwik8.bz2")
 DEFAULT_VOCAB_SIZE = 8_192
 
 
-class Readable(Protocol):
-    """One input file: the unit that an interrupted preparation resumes with."""
-
-    @property
-    def path(self) -> str: ...
-
-    @property
-    def split(self) -> str | None:
-        """The split its documents belong to; None divides them by share."""
-        ...
-
-    def fingerprint(self, root: Path) -> list[object]:
-        """Return JSON values that change whenever the documents may change."""
-        ...
-
-    def read(self) -> Iterator[Piece]:
-        """Yield the documents in order."""
-        ...
+Readable = Input | ImageFiles | ImageNetFile
+"""One input file: the unit that an interrupted preparation resumes with."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +79,14 @@ class Source:
 
     def fingerprint(self) -> list[object]:
         """Return JSON values that change whenever the tokens may change."""
-        paths = [item.path for item in self.inputs if os.path.lexists(item.path)]
-        parents = [os.path.dirname(os.path.abspath(path)) for path in paths]
-        root = Path(os.path.commonpath(parents) if parents else "/")
-        inputs = [item.fingerprint(root) for item in self.inputs]
+        files = [item.files() for item in self.inputs]
+        parents = {os.path.dirname(os.path.abspath(file)) for some in files for file in some}
+        root = os.path.commonpath(parents) if parents else "/"
+        inputs = []
+        for item, some in zip(self.inputs, files, strict=True):
+            options = {name: x for name, x in vars(item).items() if name not in ("path", "images")}
+            found = [file_fingerprint(file, root) for file in some]
+            inputs.append([options, found or item.path])
         tokenizer: list[object] = ["bpe"]
         if self.tokenizer is not None:
             tokenizer = [self.tokenizer.sha256, self.tokenizer.bos, self.tokenizer.eod]
@@ -143,9 +136,10 @@ def _text_inputs(config: DataConfig) -> tuple[list[Input], tuple[float, float]]:
 
     A share is 0 if a split has files of its own.
     """
-    inputs = python_sources()
     if config.path:
         inputs = find_inputs(config.path, config.format, text_field=config.text_field)
+    else:
+        inputs = python_sources()
     for split in SPLITS[1:]:
         if paths := getattr(config, f"{split}_path"):
             option = f"--data.{split}-path"

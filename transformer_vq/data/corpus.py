@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from transformer_vq.data.paths import SPLITS, DataError, error_reason
 from transformer_vq.data.tokenizers import Tokenizer, load_tokenizer
-from transformer_vq.files import CorruptFileError, check_manifest, read_json
+from transformer_vq.files import CorruptFileError, check_manifest, read_object
 
 META = "meta.json"
 TOKENS = "tokens.bin"
-FORMAT = 5  # increased whenever the same data would give different files
+FORMAT = 6  # increased whenever the same data would give different files
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
@@ -102,22 +101,33 @@ class Corpus:
     """SHA-256 of the vocabulary file; None if tokens are bytes."""
     end_of_document: bool = False
     """Whether a token follows each document."""
+    source: str = ""
+    """Identifies the files and settings it was prepared from."""
 
     @classmethod
-    def open(cls, folder: Path) -> Corpus:
+    def open(cls, folder: Path, source: str | None = None) -> Corpus:
         """Open a prepared corpus; files that changed since the last time are verified.
 
-        Raises DataError if a file is missing, corrupt or was changed.
+        Raises CorruptFileError if a file is missing, corrupt or was changed, or if the corpus was
+        prepared from another source.
         """
+        fix = "delete it and prepare it again"
         try:
-            return read_corpus(folder)
+            meta = read_object(folder / META)
         except CorruptFileError as error:
-            raise _unusable(folder, error) from error
+            raise CorruptFileError(f"{error}; {fix}") from error
+        if meta.pop("format", None) != FORMAT:
+            raise CorruptFileError(f"{folder} was written by another version; {fix}")
+        check_manifest(folder, fix, remember=True)
+        if source not in (None, meta["source"]):
+            raise CorruptFileError(f"{folder} was prepared from other data; {fix}")
+        sizes = {name: SplitSize(**size) for name, size in meta.pop("splits").items()}
+        return cls(folder, sizes=sizes, **meta)
 
     def split(self, name: str) -> Split:
         """Return the split "train", "validation" or "test".
 
-        Raises DataError for other names, and if files were changed after the corpus was opened.
+        Raises DataError for other names, and CorruptFileError if files were changed since `open`.
         """
         if name not in self.sizes:
             if name in SPLITS:
@@ -132,37 +142,11 @@ class Corpus:
             stored = np.memmap(self.folder / TOKENS, dtype, mode="r")
             starts, offsets = np.load(self.folder / f"{name}.npy", mmap_mode="r")
         except Exception as error:  # numpy raises many kinds of errors for corrupt headers
-            raise _unusable(self.folder, error) from error
+            raise CorruptFileError(
+                f"{self.folder} was changed ({error_reason(error)}); delete it and prepare it again"
+            ) from error
         return Split(stored, starts, self.bos, size, offsets)
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the corpus, which converts text to tokens and back."""
         return load_tokenizer(self.folder, self.tokenizer_sha256, self.end_of_document)
-
-
-def read_corpus(folder: Path) -> Corpus:
-    """Open a corpus; raise CorruptFileError if any file differs from what was written."""
-    meta: Any = read_json(folder / META)
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise CorruptFileError(f"{folder / META} was written by another version")
-    check_manifest(folder, "prepare it again", remember=True)
-    try:
-        sizes = {name: SplitSize(**size) for name, size in meta["splits"].items()}
-        return Corpus(
-            folder,
-            meta["dataset"],
-            meta["vocab_size"],
-            meta["bos"],
-            meta["sha256"],
-            sizes,
-            meta["tokenizer_sha256"],
-            meta["end_of_document"],
-        )
-    except (AttributeError, LookupError, TypeError) as error:
-        raise CorruptFileError(f"{folder / META} does not describe a corpus") from error
-
-
-def _unusable(folder: Path, error: Exception) -> DataError:
-    return DataError(
-        f"{folder} is not a usable corpus ({error_reason(error)}); delete it and prepare it again"
-    )

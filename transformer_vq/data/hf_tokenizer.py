@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from transformer_vq.data.paths import DataError, error_reason
 from transformer_vq.data.tokenizers import (
     CONFIG_FILE,
     JSON_FILE,
+    Tokenizer,
     read_tokenizer_file,
     safe_cuts,
-    utf8,
 )
-from transformer_vq.errors import UserError, missing_extra
-from transformer_vq.files import (
-    atomic_write,
-    read_json,
-    write_json,
-)
+from transformer_vq.errors import missing_extra
+from transformer_vq.files import CorruptFileError, read_object, write_json
 
 TEMPLATE_FILE = "chat_template.jinja"
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]")
 _EOS_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]")
-_SPACE = "\u2581"
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
-_ESCAPES = re.compile("([\udc80-\udcff]+)")
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,7 @@ class Settings:
     """A Jinja template, or a list of named ones."""
 
 
-class HFTokenizer:
+class HFTokenizer(Tokenizer):
     """The tokens of a Hugging Face tokenizer.
 
     Encoding adds no special tokens, and their names inside a text are ordinary text. bos and eod
@@ -59,14 +51,16 @@ class HFTokenizer:
     before each text. So a tokenizer has the same `sha256` in a run, in an export, and as given.
     """
 
+    file_name = JSON_FILE
+
     def __init__(
         self, path: Path, sha256: str | None = None, end_of_document: bool = False
     ) -> None:
         library = import_tokenizers()
-        self._file = read_tokenizer_file(path, sha256)
+        content = read_tokenizer_file(path, sha256)
         try:
-            layout = json.loads(self._file)
-            self._model = library.Tokenizer.from_buffer(self._file)
+            layout = json.loads(content)
+            self._model = library.Tokenizer.from_buffer(content)
             self._model.no_truncation()
             self._model.no_padding()
             self._model.encode_special_tokens = True
@@ -89,84 +83,20 @@ class HFTokenizer:
             )
         self.bos, self.eod = ends[0], ends[-1] if end_of_document else None
         self._names = {token: name for name, token in vocab.items()}
-        self._file = _as_trained(self._file, layout, self._names[self.bos], self.bos)
-        self._texts = token_texts(self._model, layout, self._names, self.vocab_size)
+        self._content = _as_trained(content, layout, self._names[self.bos], self.bos)
+        added = self._model.get_added_tokens_decoder()
+        special = {token for token, x in added.items() if x.special} | set(ends)
+        self.special_tokens = {self._names[token]: token for token in sorted(special)}
+        self._texts = self._token_texts(layout)
         for token in ends:
             self._texts[token] = b""
         self._byte_tokens = {x[0]: i for i, x in enumerate(self._texts) if len(x) == 1}
-        self._cuts = self._find_cuts(ends)
+        self._within_names = self._find_names()
         self.cuts = safe_cuts(self.encode, self._texts)
-
-    @property
-    def sha256(self) -> str:
-        """The SHA-256 of the tokenizer.json file that `save` writes."""
-        return hashlib.sha256(self._file).hexdigest()
-
-    @property
-    def special_tokens(self) -> dict[str, int]:
-        """The special tokens of the vocabulary by name, such as those that chat templates write."""
-        added = self._model.get_added_tokens_decoder()
-        named = (self.settings.bos_token, self.settings.eos_token)
-        return {
-            name: token
-            for token, name in self._names.items()
-            if name in named or (token in added and added[token].special)
-        }
 
     def token_name(self, token: int) -> str:
         """Return the name of a token in the vocabulary."""
         return self._names[token]
-
-    def encode(self, text: str) -> list[int]:
-        """Return the library's ids; surrogate escapes become bytes if there are tokens for them."""
-        parts = [text] if self._cuts is None else self._cuts.split(text)
-        return [token for part in parts for token in self._encode(part)]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        if self._cuts is not None and any(map(self._cuts.search, texts)):
-            return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
-        try:
-            found = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
-        except TypeError:  # the library rejects surrogates
-            return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
-        except Exception as error:
-            raise _encoding_error(error) from error
-        return [np.array(encoding.ids, dtype=np.uint32) for encoding in found]
-
-    def _find_cuts(self, ends: list[int]) -> re.Pattern[str] | None:
-        """Return where to cut a text so that names of special tokens in it are encoded as text.
-
-        None if that is not needed. The library's option covers most vocabularies, but for example
-        a unigram model can contain the name as an ordinary piece.
-        """
-        added = self._model.get_added_tokens_decoder()
-        special = {token for token, x in added.items() if x.special} | set(ends)
-        found = []
-        for token in sorted(special):
-            name = self._names[token]
-            with suppress(DataError):  # some vocabularies cannot encode every text
-                if len(name) > 1 and token in self._encode(name):
-                    found.append(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})")
-        return re.compile("|".join(found)) if found else None
-
-    def _encode(self, text: str) -> list[int]:
-        try:
-            return list(self._model.encode(text, add_special_tokens=False).ids)
-        except TypeError:  # the library rejects surrogates
-            pass
-        except Exception as error:
-            raise _encoding_error(error) from error
-        tokens: list[int] = []
-        for i, part in enumerate(_ESCAPES.split(text)):
-            data = utf8(part)
-            if i % 2 and all(byte in self._byte_tokens for byte in data):
-                tokens += [self._byte_tokens[byte] for byte in data]
-            elif part:
-                tokens += self._encode(data.decode(errors="replace"))
-        return tokens
-
-    def decode(self, tokens: Sequence[int]) -> bytes:
-        return b"".join(self._texts[int(token)] for token in tokens)
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, and tokenizer_config.json with its settings."""
@@ -176,8 +106,75 @@ class HFTokenizer:
 
     def save_vocabulary(self, folder: Path) -> None:
         """Write only tokenizer.json."""
-        with atomic_write(folder / JSON_FILE) as partial:
-            partial.write_bytes(self._file)
+        super().save(folder)
+
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        if self._within_names is not None and any(map(self._within_names.search, texts)):
+            pieces = [self._within_names.split(text) for text in texts]
+            return [list(chain.from_iterable(self._encode_all(x))) for x in pieces]
+        return self._encode_all(texts)
+
+    def _encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        try:
+            if len(texts) == 1:  # without starting threads, which warn if the process is forked
+                return [self._model.encode(texts[0], add_special_tokens=False).ids]
+            found = self._model.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:
+            raise DataError(
+                f"the tokenizer cannot encode a text: {error_reason(error)}; use another "
+                "--data.tokenizer"
+            ) from error
+        return [encoding.ids for encoding in found]
+
+    def _find_names(self) -> re.Pattern[str] | None:
+        """Return where to cut a text so that names of special tokens in it are encoded as text.
+
+        None if that is not needed. The library's option covers most vocabularies, but for example
+        a unigram model can contain the name as an ordinary piece.
+        """
+        found = []
+        for name, token in self.special_tokens.items():
+            with suppress(DataError):  # some vocabularies cannot encode every text
+                if len(name) > 1 and token in self._encode_all([name])[0]:
+                    found.append(f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})")
+        return re.compile("|".join(found)) if found else None
+
+    def _token_texts(self, layout: dict[str, Any]) -> list[bytes]:
+        """Return the UTF-8 text of each token; empty for special tokens and unused ids.
+
+        A space before the first word is kept. layout: the content of tokenizer.json.
+        """
+        kinds = json.dumps(layout.get("decoder"))
+        byte_of = _byte_alphabet() if '"ByteLevel"' in kinds else {}
+        has_bytes = '"ByteFallback"' in kinds
+        model = layout["model"]
+        unknown = model.get("unk_token") or model.get("unk_id")
+        added = self._model.get_added_tokens_decoder()
+
+        def text_of(token: int, name: str) -> bytes:
+            if unknown in (token, name):
+                return "\ufffd".encode()
+            if name in self.special_tokens:
+                return b""
+            if byte_of and token not in added:
+                return b"".join(bytes([byte_of[x]]) if x in byte_of else x.encode() for x in name)
+            if byte_of:
+                return name.encode()
+            if has_bytes and (byte := _BYTE.fullmatch(name)):
+                return bytes.fromhex(byte[1])
+            return self._text_within(name).encode()
+
+        names = self._names
+        return [text_of(i, names[i]) if i in names else b"" for i in range(self.vocab_size)]
+
+    def _text_within(self, name: str) -> str:
+        """Return what the library decodes a token to if there are tokens before and after it."""
+        decoder = self._model.decoder
+        if decoder is None:  # the library puts a space between tokens
+            return f" {name}"
+        whole: str = decoder.decode(["a", name, "a"])
+        after: str = decoder.decode(["a", "a"])
+        return whole[1 : len(whole) - len(after) + 1]
 
 
 def import_tokenizers() -> Any:
@@ -197,7 +194,12 @@ def _read_settings(path: Path, model: Any) -> Settings:
     given: dict[str, Any] = {}
     if path.name == JSON_FILE:  # files next to other names may belong to another tokenizer
         for name in ("special_tokens_map.json", CONFIG_FILE):
-            found = _read_object(path.with_name(name))
+            if not path.with_name(name).exists():
+                continue
+            try:
+                found = read_object(path.with_name(name))
+            except CorruptFileError as error:
+                raise DataError(f"{error_reason(error)}; restore it") from error
             given |= {key: value for key, value in found.items() if value is not None}
         template = path.with_name(TEMPLATE_FILE)
         if template.is_file():
@@ -210,19 +212,6 @@ def _read_settings(path: Path, model: Any) -> Settings:
             for names in (_BOS_NAMES, _EOS_NAMES)
         )
     return Settings(bos, eos, given.get("chat_template"))
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if there is no file."""
-    if not path.exists():
-        return {}
-    try:
-        value = read_json(path)
-    except UserError as error:
-        raise DataError(f"{error_reason(error)}; restore it") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{path} is not a JSON object; restore it")
-    return value
 
 
 def _content(token: Any) -> str | None:
@@ -256,89 +245,6 @@ def _as_trained(content: bytes, layout: dict[str, Any], bos_name: str, bos: int)
     if all(layout.get(name) == value for name, value in changes.items()):
         return content  # as saved, perhaps formatted by another version
     return json.dumps(layout | changes, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _encoding_error(error: Exception) -> DataError:
-    return DataError(
-        f"the tokenizer cannot encode a text: {error_reason(error)}; use another --data.tokenizer"
-    )
-
-
-def token_texts(
-    model: Any, layout: dict[str, Any], names: dict[int, str], vocab_size: int
-) -> list[bytes]:
-    """Return the UTF-8 text of each token; empty for special tokens and unused ids.
-
-    Exact for the decoders ByteLevel, Metaspace and ByteFallback, except that a space before the
-    first word is kept. For other decoders, each token is decoded as if it were alone.
-    model: a `tokenizers.Tokenizer`. layout: the content of its tokenizer.json.
-    """
-    steps = _steps(layout.get("decoder"))
-    text_of = _text_function(model, steps)
-    added = model.get_added_tokens_decoder()
-    unknown = _unknown_token(layout["model"])
-    is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
-    texts = []
-    for token in range(vocab_size):
-        name = names.get(token)
-        if name is None:
-            texts.append(b"")
-        elif unknown in (token, name):
-            texts.append("\ufffd".encode())
-        elif token in added and added[token].special:
-            texts.append(b"")
-        elif token in added and is_byte_level:
-            texts.append(name.encode())
-        else:
-            texts.append(text_of(name))
-    return texts
-
-
-def _steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return the decoders of a sequence in one list."""
-    if decoder is None:
-        return []
-    if decoder["type"] != "Sequence":
-        return [decoder]
-    return [step for part in decoder["decoders"] for step in _steps(part)]
-
-
-def _unknown_token(model: dict[str, Any]) -> int | str | None:
-    """Return the id or the name of the token for unknown text."""
-    unknown = model.get("unk_token") or model.get("unk_id")
-    return unknown if isinstance(unknown, (int, str)) else None
-
-
-def _text_function(model: Any, steps: list[dict[str, Any]]) -> Callable[[str], bytes]:
-    kinds = {step["type"]: step for step in steps}
-    if "ByteLevel" in kinds:
-        byte_of = _byte_alphabet()
-        return lambda name: b"".join(
-            bytes([byte_of[x]]) if x in byte_of else x.encode() for x in name
-        )
-    if "WordPiece" in kinds:
-        prefix = kinds["WordPiece"].get("prefix", "##")
-        return lambda name: (
-            name.removeprefix(prefix).encode() if name.startswith(prefix) else f" {name}".encode()
-        )
-    if "BPEDecoder" in kinds:
-        suffix = kinds["BPEDecoder"].get("suffix", "</w>")
-        return lambda name: name.replace(suffix, " ").encode()
-    replaces_space = any(
-        step["type"] == "Replace" and step["pattern"] == {"String": _SPACE} for step in steps
-    )
-    if replaces_space or "Metaspace" in kinds or "ByteFallback" in kinds:
-        space = kinds.get("Metaspace", {}).get("replacement", _SPACE)
-        has_bytes = "ByteFallback" in kinds
-
-        def text_of(name: str) -> bytes:
-            found = _BYTE.fullmatch(name) if has_bytes else None
-            return bytes.fromhex(found[1]) if found else name.replace(space, " ").encode()
-
-        return text_of
-    if model.decoder is None:  # the library puts a space between tokens
-        return lambda name: f" {name}".encode()
-    return lambda name: str(model.decoder.decode([name])).encode()
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -18,16 +18,13 @@ from typing import IO
 import numpy as np
 
 from transformer_vq.data.paths import (
-    READ_ERRORS,
     SPLITS,
     DataError,
     check_folder,
     error_reason,
-    file_fingerprint,
     list_files,
-    path_kind,
 )
-from transformer_vq.data.text import Piece
+from transformer_vq.data.text import reading
 from transformer_vq.errors import missing_extra
 from transformer_vq.progress import warn
 
@@ -41,18 +38,11 @@ N_THREADS = min(os.cpu_count() or 1, 16)
 
 def images_to_tokens(images: np.ndarray) -> np.ndarray:
     """Return tokens [n, 12288] of images [n, 64, 64, 3], both uint8."""
-    if images.shape[1:] != (SIDE, SIDE, 3) or images.dtype != np.uint8:
-        got = f"{images.dtype} {list(images.shape)}"
-        raise ValueError(f"images must be uint8 [n, {SIDE}, {SIDE}, 3], not {got}")
     return images.reshape(-1, N_TOKENS)
 
 
 def tokens_to_images(tokens: np.ndarray) -> np.ndarray:
     """Return images [n, 64, 64, 3] as uint8. tokens: [n, 12288], integers from 0 to 255."""
-    if tokens.shape[1:] != (N_TOKENS,):
-        raise ValueError(f"tokens must be [n, {N_TOKENS}], not {list(tokens.shape)}")
-    if tokens.size and (tokens.min() < 0 or tokens.max() > 255):
-        raise ValueError("image tokens must be from 0 to 255")
     return tokens.astype(np.uint8).reshape(-1, SIDE, SIDE, 3)
 
 
@@ -62,25 +52,24 @@ class ImageFiles:
 
     path: str
     """The folder, for messages."""
-    files: tuple[Path, ...]
+    images: tuple[Path, ...]
     split: str | None = None
 
-    def fingerprint(self, root: Path) -> list[object]:
-        return [file_fingerprint(file, root) for file in self.files]
+    def files(self) -> list[Path]:
+        return list(self.images)
 
-    def read(self) -> Iterator[Piece]:
+    def read(self) -> Iterator[list[bytes]]:
         """Yield one document per image. Pillow releases the GIL while it decodes and resizes."""
         failures = []
         with ThreadPoolExecutor(N_THREADS) as pool:
-            for file, image in zip(
-                self.files, pool.map(_decode_or_reason, self.files), strict=True
-            ):
+            decoded = pool.map(_decode_or_reason, self.images)
+            for file, image in zip(self.images, decoded, strict=True):
                 if isinstance(image, str):
                     failures.append(f"{file.relative_to(self.path)} ({image})")
-                yield Piece(b"" if isinstance(image, str) else image.tobytes(), True)
+                yield [b"" if isinstance(image, str) else image.tobytes()]
         if failures:
             warn(
-                f"{len(failures):,} of {len(self.files):,} images of {self.path} cannot be read "
+                f"{len(failures):,} of {len(self.images):,} images of {self.path} cannot be read "
                 f"and are skipped, for example {failures[0]}"
             )
 
@@ -156,10 +145,10 @@ class ImageNetFile:
     first: int
     last: int
 
-    def fingerprint(self, root: Path) -> list[object]:
-        return [*file_fingerprint(Path(self.path), root), self.split, self.first, self.last]
+    def files(self) -> list[Path]:
+        return [Path(self.path)]
 
-    def read(self) -> Iterator[Piece]:
+    def read(self) -> Iterator[list[bytes]]:
         """Yield one document per image; stored color planes are interleaved to pixels."""
         with _open(Path(self.path)) as (file, _):
             for start in range(0, self.last, CHUNK):  # from 0: zipfile's checksum needs all bytes
@@ -170,7 +159,7 @@ class ImageNetFile:
                 planes = np.frombuffer(data, dtype=np.uint8).reshape(n, 3, SIDE, SIDE)
                 pixels = planes[max(self.first - start, 0) :].transpose(0, 2, 3, 1)
                 for tokens in images_to_tokens(np.ascontiguousarray(pixels)):
-                    yield Piece(tokens.tobytes(), True)
+                    yield [tokens.tobytes()]
 
 
 def find_imagenet64(root: Path) -> list[ImageNetFile]:
@@ -206,45 +195,29 @@ def find_imagenet64(root: Path) -> list[ImageNetFile]:
 
 
 def _count(path: Path) -> int:
-    with _open(path) as (_, n_images):
+    with reading(path), _open(path) as (_, n_images):
         return n_images
 
 
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[IO[bytes], int]]:
     """Yield the array `data` of an npz file, positioned at its first image, and its length."""
-    fix = "copy or download it again"
-    try:
-        if path_kind(path, fix) != "file":
-            raise DataError(f"{path} is a folder, not an npz file; {fix}")
-        with zipfile.ZipFile(path) as archive:
-            if "data.npy" not in archive.namelist():
-                raise DataError(f"{path} has no array `data`; it is not an ImageNet64 file")
-            with archive.open("data.npy") as file:
-                n_images = _read_header(file, path)
-                if file.tell() + n_images * N_TOKENS != archive.getinfo("data.npy").file_size:
-                    raise EOFError("the size of its array does not match its header")
-                yield file, n_images
-    except DataError:
-        raise
-    except READ_ERRORS as error:
-        raise DataError(f"cannot read {path}: {error_reason(error)}; {fix}") from error
-
-
-def _read_header(file: IO[bytes], path: Path) -> int:
-    """Return the number of images that follow."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # about files written by Python 2
-            if np.lib.format.read_magic(file) == (1, 0):
-                shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
-            else:
-                shape, is_fortran, dtype = np.lib.format.read_array_header_2_0(file)
-    except Exception as error:  # numpy parses Python literals, which can raise many kinds of errors
-        raise EOFError("the header of its array is corrupt") from error
-    if dtype != np.uint8 or shape[1:] != (N_TOKENS,) or is_fortran:
-        order = " in column order" if is_fortran else ""
-        raise DataError(
-            f"{path} contains {dtype} {list(shape)}{order} instead of uint8 [n, {N_TOKENS}]; "
-            "download the 64x64 version, other sizes are not supported"
-        )
-    return int(shape[0])
+    with zipfile.ZipFile(path) as archive:
+        if "data.npy" not in archive.namelist():
+            raise DataError(f"{path} has no array `data`; it is not an ImageNet64 file")
+        with archive.open("data.npy") as file:
+            with warnings.catch_warnings(action="ignore"):  # about files written by Python 2
+                version = np.lib.format.read_magic(file)
+                read_header = np.lib.format.read_array_header_1_0
+                if version != (1, 0):
+                    read_header = np.lib.format.read_array_header_2_0
+                shape, is_fortran, dtype = read_header(file)
+            if dtype != np.uint8 or shape[1:] != (N_TOKENS,) or is_fortran:
+                order = " in column order" if is_fortran else ""
+                raise DataError(
+                    f"{path} contains {dtype} {list(shape)}{order} instead of uint8 "
+                    f"[n, {N_TOKENS}]; download the 64x64 version, other sizes are not supported"
+                )
+            if file.tell() + shape[0] * N_TOKENS != archive.getinfo("data.npy").file_size:
+                raise EOFError("the size of its array does not match its header")
+            yield file, int(shape[0])

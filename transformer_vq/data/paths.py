@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import lzma
 import os
 import stat
-import struct
-import zipfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -16,12 +12,6 @@ from transformer_vq.errors import UserError
 from transformer_vq.progress import warn
 
 SPLITS = ("train", "validation", "test")
-READ_ERRORS = (
-    *(OSError, EOFError, RuntimeError, ValueError, LookupError, ArithmeticError, MemoryError),
-    *(struct.error, lzma.LZMAError, zipfile.BadZipFile, zlib.error),
-)
-"""What Python's readers raise for corrupt or unsupported files. DataError is a ValueError, so catch
-it first."""
 
 
 class DataError(UserError):
@@ -72,24 +62,21 @@ def list_files(
 ) -> list[Path]:
     """Return the regular files in a folder whose names are `wanted`, except hidden ones, sorted.
 
-    Warns about pipes, devices and links that are not followed. Raises DataError if a folder cannot
-    be listed, because its files would be missing silently.
+    Warns about entries that are skipped. Raises DataError if a folder cannot be listed, because its
+    files would be missing silently.
     """
 
     def fail(error: OSError) -> None:
-        raise DataError(
-            f"cannot list the folder {error.filename}: {error_reason(error)}"
-        ) from error
+        raise DataError(f"cannot list the folder {error.filename}: {error_reason(error)}")
 
     found: list[Path] = []
     skipped: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if recursive and not name.startswith(".")]
-        skipped += [Path(parent, name) for name in folders if os.path.islink(Path(parent, name))]
-        for name in names:
-            if not name.startswith(".") and wanted(name):
-                path = Path(parent, name)
-                (found if os.path.isfile(path) else skipped).append(path)
+        skipped += [path for name in folders if (path := Path(parent, name)).is_symlink()]
+        for path in [Path(parent, name) for name in names if not name.startswith(".")]:
+            if wanted(path.name):
+                (found if path.is_file() else skipped).append(path)
     if skipped:
         warn(
             f"{len(skipped):,} entries of {folder} are skipped, because they are links to folders "
@@ -98,7 +85,7 @@ def list_files(
     return sorted(found, key=os.fsencode)
 
 
-def file_fingerprint(path: Path, root: Path) -> list[object]:
+def file_fingerprint(path: Path, root: str) -> list[object]:
     """Return the path below `root`, the size and the modification time of a file."""
     try:
         status = path.stat()

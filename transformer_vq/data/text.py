@@ -7,21 +7,23 @@ recognized by the suffix of a name only.
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
+import importlib
 import json
 import os
-import re
 import sys
 import sysconfig
+import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import fsspec
+import fsspec.compression
 
 from transformer_vq.config import DataConfig
 from transformer_vq.data.paths import (
@@ -29,34 +31,21 @@ from transformer_vq.data.paths import (
     DataError,
     error_reason,
     expand_user,
-    file_fingerprint,
     list_files,
     path_kind,
 )
+from transformer_vq.data.tokenizers import utf8
 from transformer_vq.errors import UserError, missing_extra
-from transformer_vq.files import atomic_write
 from transformer_vq.progress import progress_bar, warn
 
 CHUNK = 1 << 20  # bytes read at once
 STDIN = "-"
 HUB = "hf:"
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zip": "zip"}
 _FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv"}
 _FORMATS |= {".parquet": "parquet", ".arrow": "arrow"}
 _VALIDATION = ("validation", "valid", "val", "dev", "eval")
-_MARK = b"\xef\xbb\xbf"
-_SURROGATES = re.compile("[\ud800-\udfff]")
 _SHOWN_FIELDS = 12
-
-
-class Piece(NamedTuple):
-    """Consecutive bytes of a document: a whole record, or part of a text file.
-
-    The first piece has at least CHUNK bytes, unless the document is shorter.
-    """
-
-    data: bytes
-    starts_document: bool
 
 
 @dataclass(frozen=True)
@@ -68,40 +57,41 @@ class Input:
     """text, jsonl, a builder of `datasets`, "saved" (a folder) or "hub" (a name)."""
     split: str | None = None
     """The split its documents belong to; None divides them by share."""
-    part: str | None = None
-    """The split inside a dataset with several splits."""
+    dataset_split: str | None = None
+    """The split to read of a dataset with several splits."""
     text_field: str | None = None
     """The field or column with the text; None takes "text", or the only field with text."""
     unix_newlines: bool = False
     """Read CRLF as LF, in text files."""
 
-    def fingerprint(self, root: Path) -> list[object]:
-        """Return JSON values that change whenever the documents may change."""
-        path = Path(self.path)
+    def files(self) -> list[Path]:
+        """Return the files whose names, sizes and times identify the documents."""
         if self.format == "hub":
-            about: list[object] = [self.path]
-        elif self.format == "saved":
-            about = [file_fingerprint(file, root) for file in list_files(path)]
+            return []
+        return list_files(Path(self.path)) if self.format == "saved" else [Path(self.path)]
+
+    def read(self) -> Iterator[Iterable[bytes]]:
+        """Yield the documents in order, each in chunks; those without text have no bytes."""
+        if self.format == "text":
+            yield _text_document(self.path, self.unix_newlines)
+        elif self.format == "jsonl":
+            yield from _read_jsonl(self.path, self.text_field)
         else:
-            about = file_fingerprint(path, root)
-        return [self.format, self.split, self.part, self.text_field, self.unix_newlines, about]
+            yield from _read_dataset(self)
 
-    def read(self) -> Iterator[Piece]:
-        """Yield the documents in order; those without text are empty pieces.
 
-        Raises DataError, with a message that names the file, for anything that cannot be read.
-        """
-        try:
-            if self.format == "text":
-                yield from _read_text(self.path, self.unix_newlines)
-            elif self.format == "jsonl":
-                yield from _read_jsonl(self.path, self.text_field)
-            else:
-                yield from _read_dataset(self)
-        except UserError:
-            raise
-        except Exception as error:  # libraries raise many kinds of errors for corrupt files
-            raise _unreadable(self.path, error.__cause__ or error) from error
+@contextmanager
+def reading(path: str | Path) -> Iterator[None]:
+    """Raise DataError, with a message that names the file, for anything that cannot be read."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # libraries raise many kinds of errors for corrupt files
+        reason = error_reason(error.__cause__ or error)[:200]
+        raise DataError(
+            f"cannot read {path}: {reason}; it may be incomplete, copy or download it again"
+        ) from error
 
 
 def find_inputs(
@@ -125,13 +115,14 @@ def find_inputs(
         for item in new:
             item = replace(item, split=split or item.split, text_field=text_field)
             real = item.path if item.format == "hub" else os.path.realpath(item.path)
-            found.setdefault((real, item.part), item)
+            found.setdefault((real, item.dataset_split), item)
     return list(found.values())
 
 
 def _find(text: str, format: str, option: str) -> list[Input]:
     if text.startswith(HUB):
-        return _dataset_splits(text.removeprefix(HUB), "hub", _load_hub(text, None))
+        name = text.removeprefix(HUB)
+        return _dataset_splits(name, "hub", _load_hub(name, None))
     path = expand_user(text, option)
     if not os.path.lexists(path) and glob.has_magic(str(path)):
         listed = [Path(x) for x in sorted(glob.glob(str(path), recursive=True))]
@@ -155,7 +146,7 @@ def _file(path: Path, format: str) -> Input:
     """Return a file with its format, recognized by its suffix unless it is given."""
     if format == "auto":
         suffixes = [suffix.lower() for suffix in path.suffixes]
-        if suffixes and suffixes[-1] in _COMPRESSED:
+        if suffixes and suffixes[-1] in _COMPRESSIONS:
             suffixes.pop()
         format = _FORMATS.get(suffixes[-1], "text") if suffixes else "text"
     return Input(str(path), format)
@@ -179,99 +170,64 @@ def _dataset_splits(path: str, format: str, dataset: Any) -> list[Input]:
     return found
 
 
-def _unreadable(path: str, error: BaseException) -> DataError:
-    reason = error_reason(error)[:200]
-    return DataError(
-        f"cannot read {path}: {reason}; it may be incomplete, copy or download it again"
-    )
-
-
 def read_chunks(path: str) -> Iterator[bytes]:
     """Yield a file in chunks of CHUNK bytes; one with the suffix of a compression is decompressed.
 
-    Raises one of READ_ERRORS if the file is incomplete.
+    Raises an exception if the file is incomplete.
     """
-    suffix = Path(path).suffix.lower()
-    if suffix == ".zst":
-        yield from _zstd_chunks(path)
-        return
-    if suffix == ".zip":
+    compression = _COMPRESSIONS.get(Path(path).suffix.lower())
+    if compression == "zip":
         with zipfile.ZipFile(path) as archive:
-            members = [info for info in archive.infolist() if not info.is_dir()]
-            if len(members) != 1:
+            if len(archive.namelist()) != 1:
                 raise DataError(
-                    f"{path} contains {len(members):,} files; extract it and give the folder"
+                    f"{path} contains {len(archive.namelist()):,} files; extract it and give the "
+                    "folder"
                 )
-            with archive.open(members[0]) as file:
-                yield from iter(lambda: file.read(CHUNK), b"")
-        return
-    with fsspec.open(path, "rb", compression="infer" if suffix in _COMPRESSED else None) as file:
-        yield from iter(lambda: file.read(CHUNK), b"")
-
-
-def _zstd_chunks(path: str) -> Iterator[bytes]:
-    """Decompress frame by frame: streams of the library end silently where a file was cut short."""
-    try:
-        import zstandard
-    except ImportError:
-        raise missing_extra("a .zst file", "zstandard") from None
-    decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-    frame, data, held = None, b"", b""
-    try:
-        with open(path, "rb") as file:
-            while data := data or file.read(1 << 14):
-                frame = frame or decompressor.decompressobj()
-                held += frame.decompress(data)
-                data = frame.unused_data
-                frame = None if frame.eof else frame
-                while len(held) >= CHUNK:
-                    yield held[:CHUNK]
-                    held = held[CHUNK:]
-    except zstandard.ZstdError as error:
-        raise OSError(str(error)) from error
-    if frame is not None:
-        raise EOFError("the file ended within a compressed frame")
-    if held:
-        yield held
+    with open(path, "rb") as file:
+        opened: Any = file
+        if compression == "zstd":  # the library that fsspec uses ends silently where a file was cut
+            opened = _import("pyarrow", "a .zst file").CompressedInputStream(file, "zstd")
+        elif compression is not None:
+            opened = fsspec.compression.compr[compression](file, mode="rb")
+        yield from iter(lambda: opened.read(CHUNK), b"")
 
 
 def _text_chunks(path: str) -> Iterator[bytes]:
     """Yield a text file in chunks without its byte order mark; reject UTF-16."""
     chunks = read_chunks(path)
     first = next(chunks, b"")
-    if first.startswith((b"\xff\xfe", b"\xfe\xff")):
+    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError(f"{path} is UTF-16 or not text; convert it to UTF-8")
-    if first.startswith(_MARK):
-        first = (first + next(chunks, b"")).removeprefix(_MARK)
-    yield first
+    yield first.removeprefix(codecs.BOM_UTF8)
     yield from chunks
 
 
-def _read_text(path: str, unix_newlines: bool) -> Iterator[Piece]:
-    starts, held = True, b""
+def _text_document(path: str, unix_newlines: bool) -> Iterator[bytes]:
+    held = b""
     for data in _text_chunks(path):
         if unix_newlines:  # also where CRLF is divided between two chunks
             data = held + data
             held = b"\r" if data.endswith(b"\r") else b""
             data = data[: len(data) - len(held)].replace(b"\r\n", b"\n")
-        yield Piece(data, starts)
-        starts = False
-    if held:
-        yield Piece(held, False)
+        yield data
+    yield held
 
 
-def _read_jsonl(path: str, text_field: str | None) -> Iterator[Piece]:
+def _read_jsonl(path: str, text_field: str | None) -> Iterator[list[bytes]]:
     """Yield the text of each line, which is a JSON object or string. Skips blank lines."""
-    field = TextField(path, text_field, "line")
-    for number, line in enumerate(_lines(path), 1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            if not line.strip():
-                continue
-            reason = getattr(error, "msg", None) or getattr(error, "reason", None)
-            raise field.error(number, f"invalid JSON ({reason or 'nested too deeply'})") from None
-        yield Piece(field.read(record, number), True)
+
+    def records() -> Iterator[tuple[str, Any]]:
+        for number, line in enumerate(_lines(path), 1):
+            where = f"{path}, line {number:,}"
+            try:
+                yield where, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                if line.strip():
+                    raise DataError(
+                        f"{where}: invalid JSON ({error_reason(error)[:80]}); fix or remove it"
+                    ) from None
+
+    return _texts(path, records(), text_field)
 
 
 def _lines(path: str) -> Iterator[bytes]:
@@ -287,12 +243,12 @@ def _lines(path: str) -> Iterator[bytes]:
         yield b"".join(rest)
 
 
-def _read_dataset(item: Input) -> Iterator[Piece]:
+def _read_dataset(item: Input) -> Iterator[list[bytes]]:
     """Yield the rows of a file, a saved dataset or a dataset by name, read by `datasets`."""
     if item.format == "saved":
-        rows = _load_saved(item.path, item.part)
+        rows = _load_saved(item.path, item.dataset_split)
     elif item.format == "hub":
-        rows = _load_hub(item.path, item.part)
+        rows = _load_hub(item.path, item.dataset_split)
     else:
         options = {}
         if item.format in ("csv", "tsv"):  # "NA" and empty cells are text
@@ -304,17 +260,15 @@ def _read_dataset(item: Input) -> Iterator[Piece]:
             streaming=True,
             **options,
         )
-    field = TextField(item.path, item.text_field)
-    for number, row in enumerate(rows, 1):
-        yield Piece(field.read(row, number), True)
+    numbered = ((f"{item.path}, row {number:,}", row) for number, row in enumerate(rows, 1))
+    return _texts(item.path, numbered, item.text_field)
 
 
-def _load_saved(path: str, part: str | None) -> Any:
+def _load_saved(path: str, split: str | None) -> Any:
+    library = _datasets()
     try:
-        dataset = _datasets().load_from_disk(path)
-        return dataset if part is None else dataset[part]
-    except UserError:
-        raise
+        dataset = library.load_from_disk(path)
+        return dataset if split is None else dataset[split]
     except Exception as error:  # the library raises many kinds of errors for damaged folders
         raise DataError(
             f"{path} is not a complete dataset ({error_reason(error)[:200]}); save it again with "
@@ -322,13 +276,12 @@ def _load_saved(path: str, part: str | None) -> Any:
         ) from error
 
 
-def _load_hub(name: str, part: str | None) -> Any:
+def _load_hub(name: str, split: str | None) -> Any:
     """Return a dataset by name, as `NAME` or `NAME:CONFIG`; rows are read as they arrive."""
-    name, _, config = name.removeprefix(HUB).partition(":")
+    library = _datasets()
+    name, _, config = name.partition(":")
     try:
-        return _datasets().load_dataset(name, config or None, split=part, streaming=True)
-    except UserError:
-        raise
+        return library.load_dataset(name, config or None, split=split, streaming=True)
     except Exception as error:  # of the network, of the hub, of the dataset
         raise DataError(
             f"cannot load the dataset {name}: {error_reason(error)[:200]}; check the name and the "
@@ -337,98 +290,66 @@ def _load_hub(name: str, part: str | None) -> Any:
 
 
 def _datasets() -> Any:
+    library = _import("datasets", "this format")
+    library.utils.logging.set_verbosity(50)  # its errors are raised as well
+    library.utils.logging.disable_progress_bar()
+    return library
+
+
+def _import(package: str, purpose: str) -> Any:
     try:
-        import datasets
+        return importlib.import_module(package)
     except ImportError:
-        raise missing_extra("this format", "datasets") from None
-    datasets.utils.logging.set_verbosity(50)  # its errors are raised as well
-    datasets.utils.logging.disable_progress_bar()
-    return datasets
+        raise missing_extra(purpose, package) from None
 
 
-class TextField:
-    """Takes the text from the records of one file. The first record decides on the field."""
+def _texts(
+    path: str, records: Iterable[tuple[str, Any]], field: str | None
+) -> Iterator[list[bytes]]:
+    """Yield the text of each record as UTF-8, b"" for null.
 
-    def __init__(self, name: str, wanted: str | None, unit: str = "row") -> None:
-        self._name = name
-        self._unit = unit
-        self._wanted = wanted
-        self._field: str | None = None
-
-    def read(self, record: Any, number: int) -> bytes:
-        """Return the text of a record as UTF-8, b"" for null. Raises DataError if there is none."""
+    records: each with its place in the file, for messages. field: the field with the text, or a
+    dotted path to one in nested records; None takes "text", or the only field with text.
+    """
+    for where, record in records:
         text = record
-        if not isinstance(record, str):
-            if not isinstance(record, Mapping):
-                raise self.error(number, "it is not an object with a text field")
-            if self._field is None:
-                self._field = self._choose(record)
-            text = self._value(record, number)
-        if text is None:
-            return b""
-        if isinstance(text, bytes):
-            return text
-        if not isinstance(text, str):
-            raise self.error(
-                number, f"the field {self._field!r} is not text", " or use --data.text-field"
-            )
-        try:
-            return text.encode()
-        except UnicodeEncodeError:  # lone surrogates, which JSON can contain
-            return _SURROGATES.sub("\ufffd", text).encode()
-
-    def _value(self, record: Mapping[str, Any], number: int) -> Any:
-        """Return the value of the field, which may be a dotted path."""
-        assert self._field is not None
-        if self._field in record:
-            return record[self._field]
-        value: Any = record
-        for key in self._field.split("."):
-            if value is None:
-                return None
-            if not isinstance(value, Mapping) or key not in value:
-                shown = _list(record)
-                raise self.error(number, f"no field {self._field!r} (its fields: {shown})")
-            value = value[key]
-        return value
-
-    def _choose(self, record: Mapping[str, Any]) -> str:
-        fields = _fields(record)
-        if self._wanted is not None:
-            if self._wanted in fields:
-                return self._wanted
-            close = get_close_matches(self._wanted, fields, n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
+        if isinstance(record, Mapping):
+            field = field or _find_field(path, record)
+            text = _value(where, record, field)
+        elif not isinstance(record, str):
+            raise DataError(f"{where}: it is not an object with a text field; fix or remove it")
+        if text is not None and not isinstance(text, (str, bytes)):
             raise DataError(
-                f"{self._name} has no field {self._wanted!r} ({hint}its fields: "
-                f"{_list(fields)}); set --data.text-field"
+                f"{where}: the field {field!r} is not text; fix or remove it or use "
+                "--data.text-field"
             )
-        if "text" in record:
-            return "text"
-        with_text = [key for key, value in record.items() if isinstance(value, (str, bytes))]
-        if len(with_text) == 1:
-            return with_text[0]
-        problem = "several fields with text" if with_text else "no field with text"
-        raise DataError(
-            f"{self._name} has {problem} ({_list(with_text or fields)}); choose one with "
-            "--data.text-field"
-        )
-
-    def error(self, number: int, problem: str, or_else: str = "") -> DataError:
-        return DataError(
-            f"{self._name}, {self._unit} {number:,}: {problem}; fix or remove it{or_else}"
-        )
+        yield [utf8(text) if isinstance(text, str) else text or b""]
 
 
-def _fields(record: Mapping[str, Any], depth: int = 4) -> list[str]:
-    """Return the fields of a record, followed by those of nested objects as dotted paths."""
-    nested = [
-        f"{key}.{inner}"
-        for key, value in record.items()
-        if isinstance(value, Mapping) and depth > 1
-        for inner in _fields(value, depth - 1)
-    ]
-    return [*record, *nested]
+def _find_field(path: str, record: Mapping[str, Any]) -> str:
+    if "text" in record:
+        return "text"
+    found = [name for name, value in record.items() if isinstance(value, (str, bytes))]
+    if len(found) == 1:
+        return found[0]
+    problem = "several fields with text" if found else "no field with text"
+    raise DataError(
+        f"{path} has {problem} ({_list(found or record)}); choose one with --data.text-field"
+    )
+
+
+def _value(where: str, record: Mapping[str, Any], field: str) -> Any:
+    value: Any = record
+    for key in [field] if field in record else field.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, Mapping) or key not in value:
+            raise DataError(
+                f"{where}: no field {field!r} (its fields: {_list(record)}); fix or remove it or "
+                "use --data.text-field"
+            )
+        value = value[key]
+    return value
 
 
 def _list(fields: Iterable[str]) -> str:
@@ -438,9 +359,11 @@ def _list(fields: Iterable[str]) -> str:
 
 def python_sources() -> list[Input]:
     """Return the source files of Python's standard library, without tests and empty files."""
-    root = Path(sysconfig.get_paths()["stdlib"])
     excluded = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    found = [f for f in root.rglob("*.py") if not excluded & set(f.relative_to(root).parts)]
+    found = []
+    for parent, folders, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        folders[:] = [name for name in folders if name not in excluded]
+        found += [Path(parent, name) for name in names if name.endswith(".py")]
     return [Input(str(file), "text") for file in sorted(found) if file.stat().st_size > 0]
 
 
@@ -450,45 +373,32 @@ def store_stdin(config: DataConfig, cache: Path) -> DataConfig:
     The file is named after its content, so that the same input gives the same corpus. A run needs
     the file again when it is resumed.
     """
-    names = ("path", "validation_path", "test_path")
-    n_given = sum(getattr(config, name).count(STDIN) for name in names)
+    given = {name: getattr(config, name) for name in ("path", "validation_path", "test_path")}
+    n_given = sum(paths.count(STDIN) for paths in given.values())
     if n_given == 0:
         return config
     if n_given > 1:
         raise DataError("standard input (-) can be given only once; store it in a file")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise DataError("processes of torchrun cannot share standard input; store it in a file")
-    stored = str(_store(cache / "stdin"))
-
-    def replaced(paths: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(stored if path == STDIN else path for path in paths)
-
-    return replace(
-        config,
-        path=replaced(config.path),
-        validation_path=replaced(config.validation_path),
-        test_path=replaced(config.test_path),
-    )
-
-
-def _store(folder: Path) -> Path:
     if sys.stdin.isatty():
         raise DataError("--data.path -: standard input is a terminal; pipe a file into it")
+    digest, folder = hashlib.sha256(), cache / "stdin"
     folder.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
-    waiting = folder / "incoming"
     with (
-        atomic_write(waiting) as partial,
-        open(partial, "wb") as file,
+        tempfile.NamedTemporaryFile(dir=folder) as file,
         progress_bar("reading standard input", None, "B") as advance,
     ):
         while data := sys.stdin.buffer.read(CHUNK):
             digest.update(data)
             file.write(data)
             advance(len(data))
-    found = folder / digest.hexdigest()[:16]
-    if found.exists():
-        waiting.unlink()
-    else:
-        os.replace(waiting, found)
-    return found
+        file.flush()
+        stored = folder / digest.hexdigest()[:16]
+        if not stored.exists():
+            os.link(file.name, stored)
+    changes: dict[str, Any] = {
+        name: tuple(str(stored) if path == STDIN else path for path in paths)
+        for name, paths in given.items()
+    }
+    return replace(config, **changes)

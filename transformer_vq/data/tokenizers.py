@@ -10,10 +10,8 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from io import StringIO
-from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -32,9 +30,10 @@ GIVE_TOKENIZER = (
     "folder with either"
 )
 
-SEGMENT = 1 << 16  # characters that are tokenized at once, about
-MAX_SEGMENT = 1 << 24  # a text without usable line ends is divided here
+CHUNK_CHARS = 1 << 16  # characters that are tokenized at once, about
+MAX_CHUNK_CHARS = 1 << 24  # a text without usable line ends is divided here
 _SURROGATES = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # except those of surrogateescape
+_SPACE = "\u2581"  # SentencePiece's replacement for a space inside pieces
 # Places where a text may be divided: a regular expression, the same for the bytes of a token, and
 # texts before and after the place. Both sides of a line end must not be white space.
 _PLACES: tuple[tuple[str, bytes, tuple[str, ...], tuple[str, ...]], ...] = (
@@ -45,25 +44,21 @@ _PLACES: tuple[tuple[str, bytes, tuple[str, ...], tuple[str, ...]], ...] = (
         ("y", "The dog\n", "}\n", "1234 5", "\u201cA\u201d", "<p>", "\u00e9t\u00e9"),
     ),
     (
-        r"(?<=\S\r\n)(?=\S)",
-        rb"\n[^\s]",
-        ("x\r\n", "the fox.\r\n", "1805\r\n", "a\r\n\r\n b,\r\n", "\u65e5\u672c\u3002\r\n"),
-        ("y", "The dog\r\n", "}\r\n", "1234 5", "\u201cA\u201d", "<p>", "\u00e9t\u00e9"),
-    ),
-    (
         r"(?<=[A-Za-z])(?= [A-Za-z])",
         rb"[A-Za-z] [A-Za-z]",
         ("x", "the fox", "The Dog", "a, b", "f(x) if"),
         (" y", " jumps over", " A b", " else 3\n", " l'\u00e9t\u00e9"),
     ),
 )
-_SPACE = "\u2581"  # SentencePiece's replacement for a space inside pieces
-_AS_BYTES = re.compile(f"([{_SPACE}\ud800-\udfff]+)")
 
 
-class Tokenizer(Protocol):
-    """Converts text to tokens and back."""
+class Tokenizer:
+    """Converts text to tokens and back; subclasses call the library of their vocabulary file."""
 
+    file_name: ClassVar[str]
+    """The name of the vocabulary file in a folder."""
+    as_bytes: ClassVar[re.Pattern[str]] = re.compile("([\udc80-\udcff]+)")
+    """Text that is encoded as bytes if the vocabulary has tokens for them: surrogate escapes."""
     vocab_size: int
     bos: int
     """The token before each document."""
@@ -71,32 +66,61 @@ class Tokenizer(Protocol):
     """The token after each document; None if documents have no end token."""
     cuts: re.Pattern[str] | None
     """Places where a text may be divided without changing its tokens; None if there are none."""
+    _content: bytes
+    """Of the vocabulary file."""
+    _texts: list[bytes]
+    """The text of each token."""
+    _byte_tokens: dict[int, int]
+
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the library's tokens of valid Unicode texts; use all cores, release the GIL."""
+        raise NotImplementedError
 
     @property
     def sha256(self) -> str | None:
         """Identifies the vocabulary file; None for bytes, which need no file."""
+        return hashlib.sha256(self._content).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without bos and eod."""
+        tokens: list[int] = []
+        for i, piece in enumerate(self.as_bytes.split(text)):
+            data = utf8(piece)
+            if i % 2 and all(byte in self._byte_tokens for byte in data):
+                tokens += [self._byte_tokens[byte] for byte in data]
+            elif piece:
+                tokens += self._encode_texts([data.decode(errors="replace")])[0]
+        return tokens
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the tokens of each text as uint32; uses all cores and releases the GIL."""
+        if all(text.isascii() or self._is_unicode(text) for text in texts):
+            found = self._encode_texts(texts)
+        else:
+            found = [self.encode(text) for text in texts]
+        return [np.array(tokens, dtype=np.uint32) for tokens in found]
+
+    def _is_unicode(self, text: str) -> bool:
+        return not (_SURROGATES.search(text) or self.as_bytes.search(text))
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         """Return UTF-8 text; it may start or end inside a character of several tokens."""
+        return b"".join(self._texts[int(token)] for token in tokens)
 
     def save(self, folder: Path) -> None:
         """Write to a folder what `load_tokenizer` needs."""
+        with atomic_write(folder / self.file_name) as partial:
+            partial.write_bytes(self._content)
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """One token per UTF-8 byte; a surrogate escape is encoded as its original byte.
 
     end_of_document: add token 256, which then is both bos and eod. Otherwise bos is byte 0.
     """
 
     sha256 = None
-    cuts: re.Pattern[str] | None = re.compile("")  # anywhere
+    cuts = re.compile("")  # anywhere
 
     def __init__(self, end_of_document: bool = False) -> None:
         self.vocab_size = 257 if end_of_document else 256
@@ -127,7 +151,7 @@ class ByteTokenizer:
         """Do nothing: bytes need no file."""
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """The pieces of a SentencePiece model.
 
     Models may change a text, for example by adding a space before it. bos and eod are the model's
@@ -135,18 +159,21 @@ class SentencePieceTokenizer:
     path: a .model file. sha256: of that file, if known; any other file raises DataError.
     """
 
+    file_name = MODEL_FILE
+    as_bytes = re.compile(f"([{_SPACE}\udc80-\udcff]+)")
+
     def __init__(
         self, path: Path, sha256: str | None = None, end_of_document: bool = False
     ) -> None:
         self._model = import_sentencepiece().SentencePieceProcessor()
-        self._file = read_tokenizer_file(path, sha256)
+        self._content = read_tokenizer_file(path, sha256)
         try:
-            self._model.LoadFromSerializedProto(self._file)
+            self._model.LoadFromSerializedProto(self._content)
             self.vocab_size = int(self._model.get_piece_size())
             bos, eos = int(self._model.bos_id()), int(self._model.eos_id())
-            self._texts = [_text_of(self._model, token) for token in range(self.vocab_size)]
-            self._byte_tokens = _byte_tokens(self._model)
-            self._by_line = _encodes_lines_independently(self._model)
+            self._texts = [self._text_of(token) for token in range(self.vocab_size)]
+            is_byte = self._model.is_byte
+            self._byte_tokens = {x[0]: i for i, x in enumerate(self._texts) if is_byte(i)}
             self.cuts = safe_cuts(self._model.encode, self._texts)
         except Exception as error:  # SentencePiece raises many kinds of errors for corrupt files
             raise DataError(
@@ -158,50 +185,23 @@ class SentencePieceTokenizer:
         self.eod = None if not end_of_document else eos if eos >= 0 else bos
 
     @property
-    def sha256(self) -> str:
-        """The SHA-256 of the model file."""
-        return hashlib.sha256(self._file).hexdigest()
-
-    @property
     def pieces(self) -> list[str]:
         """The name of every token, as in SentencePiece."""
         return [self._model.id_to_piece(token) for token in range(self.vocab_size)]
 
-    def encode(self, text: str) -> list[int]:
-        """Return SentencePiece's ids; its space symbol and surrogate escapes become bytes."""
-        if not _needs_bytes(text):
-            return self._encode(text)
-        if not self._byte_tokens:
-            return self._encode(utf8(text).decode(errors="replace"))
-        tokens: list[int] = []
-        for i, part in enumerate(_AS_BYTES.split(text)):
-            tokens += [self._byte_tokens[b] for b in utf8(part)] if i % 2 else self._encode(part)
-        return tokens
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        n_threads = min(len(texts), os.cpu_count() or 1)
+        found: list[list[int]] = self._model.encode(list(texts), num_threads=max(n_threads, 1))
+        return found
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        if any(map(_needs_bytes, texts)):
-            return [np.array(self.encode(text), dtype=np.uint32) for text in texts]
-        parts = [self._parts(text) for text in texts]
-        encoded = self._model.encode(list(chain.from_iterable(parts)), num_threads=os.cpu_count())
-        ends = accumulate(map(len, parts))
-        return [
-            np.array(list(chain.from_iterable(encoded[end - len(part) : end])), dtype=np.uint32)
-            for part, end in zip(parts, ends, strict=True)
-        ]
-
-    def decode(self, tokens: Sequence[int]) -> bytes:
-        return b"".join(self._texts[int(token)] for token in tokens)
-
-    def save(self, folder: Path) -> None:
-        with atomic_write(folder / MODEL_FILE) as partial:
-            partial.write_bytes(self._file)
-
-    def _encode(self, text: str) -> list[int]:
-        return list(chain.from_iterable(self._model.encode(self._parts(text), num_threads=1)))
-
-    def _parts(self, text: str) -> list[str]:
-        # Encoding a book line by line takes a third of the time of encoding it at once.
-        return StringIO(text, newline="\n").readlines() if self._by_line else [text]
+    def _text_of(self, token: int) -> bytes:
+        """Return the text of a token in UTF-8; empty for control tokens."""
+        piece: str = self._model.id_to_piece(token)
+        if self._model.is_control(token):
+            return b""
+        if self._model.is_byte(token):
+            return bytes.fromhex(piece[3:5])
+        return ("\ufffd" if self._model.is_unknown(token) else piece.replace(_SPACE, " ")).encode()
 
 
 def import_sentencepiece() -> Any:
@@ -213,32 +213,6 @@ def import_sentencepiece() -> Any:
     except ImportError:
         raise missing_extra("a SentencePiece vocabulary", "sentencepiece") from None
     return sentencepiece
-
-
-def _needs_bytes(text: str) -> bool:
-    return not text.isascii() and _AS_BYTES.search(text) is not None
-
-
-def _text_of(model: Any, token: int) -> bytes:
-    """Return the text of a token in UTF-8; empty for control tokens."""
-    if model.is_control(token):
-        return b""
-    piece: str = "\ufffd" if model.is_unknown(token) else model.id_to_piece(token)
-    text = piece.replace(_SPACE, " ").encode()
-    return bytes.fromhex(piece[3:5]) if model.is_byte(token) else text
-
-
-def _byte_tokens(model: Any) -> list[int]:
-    """Return the tokens of all 256 bytes; empty if the model has no byte fallback."""
-    tokens = [model.piece_to_id(f"<0x{byte:02X}>") for byte in range(256)]
-    return tokens if all(map(model.is_byte, tokens)) else []
-
-
-def _encodes_lines_independently(model: Any) -> bool:
-    """Return whether the tokens of a text are those of its lines, one after another."""
-    end = model.piece_to_id("\n")
-    by_line = [end, end, *model.encode("a\n"), *model.encode(" b")]
-    return bool(end != model.unk_id() and model.encode("\n\na\n b") == by_line)
 
 
 def utf8(text: str) -> bytes:
@@ -265,14 +239,14 @@ def read_tokenizer_file(path: Path, sha256: str | None = None) -> bytes:
 
 
 def divide(text: str, limit: int, cuts: re.Pattern[str]) -> list[str]:
-    """Divide a text at `cuts` into segments of at least `limit` characters; the rest is last."""
+    """Divide a text at `cuts` into chunks of at least `limit` characters; the rest is last."""
     found, start = [], 0
     while len(text) - start >= limit:
-        match = cuts.search(text, start + limit, start + MAX_SEGMENT + 1)
+        match = cuts.search(text, start + limit, start + MAX_CHUNK_CHARS + 1)
         if match is not None:
             end = match.start()
-        elif len(text) - start > MAX_SEGMENT:
-            end = start + MAX_SEGMENT
+        elif len(text) - start > MAX_CHUNK_CHARS:
+            end = start + MAX_CHUNK_CHARS
         else:
             break
         found.append(text[start:end])
@@ -288,35 +262,25 @@ def safe_cuts(
     No token may contain such a place, and examples must give equal tokens. They detect
     normalizers that change the start of a text.
     """
-    found = [
-        place
-        for place, inside, ends, starts in _PLACES
-        if _is_safe(encode, token_texts, inside, ends, starts)
-    ]
+    found = []
+    for place, inside, ends, starts in _PLACES:
+        if any(re.search(inside, text) for text in token_texts):
+            continue
+        try:
+            if all(encode(a + b) == encode(a) + encode(b) for a in ends for b in starts):
+                found.append(place)
+        except DataError:  # some vocabularies cannot encode every text
+            continue
     return re.compile("|".join(found)) if found else None
 
 
-def _is_safe(
-    encode: Callable[[str], list[int]],
-    token_texts: Sequence[bytes],
-    inside: bytes,
-    ends: tuple[str, ...],
-    starts: tuple[str, ...],
-) -> bool:
-    if any(re.search(inside, text) for text in token_texts):
-        return False
-    try:
-        return all(
-            encode(end + start) == encode(end) + encode(start) for end in ends for start in starts
-        )
-    except DataError:  # some vocabularies cannot encode every text
-        return False
-
-
-def open_tokenizer(path: Path, end_of_document: bool = False) -> Tokenizer:
+def open_tokenizer(
+    path: Path, end_of_document: bool = False, sha256: str | None = None
+) -> Tokenizer:
     """Open a tokenizer that a user gave: a .model file, a tokenizer.json, or a folder with either.
 
     end_of_document: whether to use the vocabulary's token for the end of a text as `eod`.
+    sha256: of the file, if known; any other file raises DataError.
     """
     from transformer_vq.data.hf_tokenizer import HFTokenizer
 
@@ -328,7 +292,7 @@ def open_tokenizer(path: Path, end_of_document: bool = False) -> Tokenizer:
             raise DataError(f"{path} has no {JSON_FILE} and no {MODEL_FILE}; {GIVE_TOKENIZER}")
         path = found[0]
     kind = HFTokenizer if path.suffix == ".json" else SentencePieceTokenizer
-    return kind(path, None, end_of_document)
+    return kind(path, sha256, end_of_document)
 
 
 def load_tokenizer(
@@ -338,14 +302,8 @@ def load_tokenizer(
 
     sha256: of the saved vocabulary, if known; a missing or different file raises DataError.
     """
-    from transformer_vq.data.hf_tokenizer import HFTokenizer
-
-    if os.path.lexists(folder / MODEL_FILE):
-        return SentencePieceTokenizer(folder / MODEL_FILE, sha256, end_of_document)
-    if os.path.lexists(folder / JSON_FILE):
-        if not os.path.lexists(folder / CONFIG_FILE):
-            raise DataError(f"{folder / CONFIG_FILE} does not exist; restore it")
-        return HFTokenizer(folder / JSON_FILE, sha256, end_of_document)
-    if sha256 is not None:
-        raise DataError(f"{folder} has no {MODEL_FILE} and no {JSON_FILE}; restore the tokenizer")
-    return ByteTokenizer(end_of_document)
+    if os.path.lexists(folder / JSON_FILE) and not os.path.lexists(folder / CONFIG_FILE):
+        raise DataError(f"{folder / CONFIG_FILE} does not exist; restore it")
+    if sha256 is None and not any(os.path.lexists(folder / name) for name in TOKENIZER_FILES):
+        return ByteTokenizer(end_of_document)
+    return open_tokenizer(folder, end_of_document, sha256)

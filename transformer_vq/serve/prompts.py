@@ -11,7 +11,7 @@ from fastapi import Request as HTTPRequest
 from fastapi.concurrency import run_in_threadpool
 
 from transformer_vq.data.chat_template import compile_chat_template
-from transformer_vq.data.tokenizers import SEGMENT, divide
+from transformer_vq.data.tokenizers import CHUNK_CHARS, divide
 from transformer_vq.serve.requests import Start
 from transformer_vq.serve.schema import APIError, ChatBody, CompletionBody
 from transformer_vq.serve.service import Service, check_connected
@@ -149,8 +149,8 @@ class PromptReader:
         if len(text) > MAX_CHARACTERS * self._limit:
             self._count(self._limit + 1, param)
         cuts, parts, tokens = self._tokenizer.cuts, [text], list[int]()
-        if cuts is not None and len(text) > SEGMENT:
-            parts = await run_in_threadpool(divide, text, SEGMENT, cuts)
+        if cuts is not None and len(text) > CHUNK_CHARS:
+            parts = await run_in_threadpool(divide, text, CHUNK_CHARS, cuts)
         try:
             for part in parts:
                 await check_connected(self._client)

@@ -18,17 +18,17 @@ from transformer_vq.config import RunConfig
 from transformer_vq.device import find_device
 from transformer_vq.errors import UserError
 from transformer_vq.measure import machine, synchronize
-from transformer_vq.presets import PRESETS
-from transformer_vq.progress import info
-from transformer_vq.training.checkpoint import read_config
-from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.plot_style import (
+from transformer_vq.plots import (
     BLUE,
     MUTED,
     VERMILION,
     new_figure,
     note,
 )
+from transformer_vq.presets import PRESETS
+from transformer_vq.progress import info
+from transformer_vq.training.checkpoint import read_config
+from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.run import train_or_resume
 
 ROUNDS = 5

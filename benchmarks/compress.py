@@ -32,9 +32,16 @@ from transformer_vq.data.text import find_inputs
 from transformer_vq.device import find_device
 from transformer_vq.errors import MissingExtraError, UserError, missing_extra
 from transformer_vq.measure import machine
+from transformer_vq.plots import (
+    BLUE,
+    GREEN,
+    LINE,
+    MUTED,
+    ORANGE,
+    new_figure,
+)
 from transformer_vq.progress import Advance, info, progress_bar, warn
 from transformer_vq.training.evaluate import evaluate
-from transformer_vq.training.plot_style import BLUE, GREEN, LINE, MUTED, ORANGE, new_figure
 
 Training = Literal["none", "weights", "counts", "primed"]
 """How a model uses training text.

@@ -20,7 +20,15 @@ import torch
 from torch import Tensor, nn
 
 import gpt2
-from common import Device, Output, Record, check_positive, main
+from common import (
+    Device,
+    Output,
+    Record,
+    check_positive,
+    log_lengths,
+    log_values,
+    main,
+)
 from transformer_vq.config import AttentionType, ModelConfig, Precision
 from transformer_vq.device import compile_decoding, evaluating, find_device
 from transformer_vq.generation.decoder import Decoder
@@ -37,18 +45,16 @@ from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import VectorQuantizer
 from transformer_vq.ops.state import AttentionState, FullState, VQState
-from transformer_vq.presets import PRESETS
-from transformer_vq.progress import progress_bar
-from transformer_vq.training.plot_style import (
+from transformer_vq.plots import (
     BLUE,
     GREEN,
     VERMILION,
     label_end,
-    log_lengths,
-    log_values,
     new_figure,
     note,
 )
+from transformer_vq.presets import PRESETS
+from transformer_vq.progress import progress_bar
 
 DecodeKind = Literal["vq", "full", "gpt2"]
 

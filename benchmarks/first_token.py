@@ -19,7 +19,17 @@ import torch
 import tyro
 
 import gpt2
-from common import Device, Interrupted, Output, Record, check_positive, main, median_seconds
+from common import (
+    Device,
+    Interrupted,
+    Output,
+    Record,
+    check_positive,
+    log_lengths,
+    log_values,
+    main,
+    median_seconds,
+)
 from serving import connection_to, events, post, serving
 from transformer_vq.config import ModelConfig
 from transformer_vq.data.tokenizers import Tokenizer
@@ -32,20 +42,18 @@ from transformer_vq.measure import (
 )
 from transformer_vq.memory_use import peak_bytes_of
 from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.progress import Advance, progress_bar
-from transformer_vq.serve.engine import check_servable
-from transformer_vq.training.loading import load_model_and_tokenizer
-from transformer_vq.training.plot_style import (
+from transformer_vq.plots import (
     BLUE,
     GREEN,
     ORANGE,
     SKY,
     label_end,
-    log_lengths,
-    log_values,
     new_figure,
     note,
 )
+from transformer_vq.progress import Advance, progress_bar
+from transformer_vq.serve.engine import check_servable
+from transformer_vq.training.loading import load_model_and_tokenizer
 
 QUESTION = "\n\nWhat happened at the beginning of the story?\n\n"
 

@@ -23,7 +23,14 @@ import torch.nn.functional as F
 import tyro
 from torch import nn
 
-from common import Device, Output, Record, check_positive, main
+from common import (
+    Device,
+    Output,
+    Record,
+    check_positive,
+    log_lengths,
+    main,
+)
 from recall_models import (
     build,
     check_transformers,
@@ -48,15 +55,14 @@ from transformer_vq.errors import TrainingError, UserError
 from transformer_vq.files import check_can_write, file_digest, read_json, write_json
 from transformer_vq.measure import machine
 from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.progress import Advance, info, progress_bar
-from transformer_vq.training.plot_style import (
+from transformer_vq.plots import (
     GREEN,
     MUTED,
     VERMILION,
-    log_lengths,
     new_figure,
     note,
 )
+from transformer_vq.progress import Advance, info, progress_bar
 
 WARMUP = 50  # steps
 

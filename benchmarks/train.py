@@ -15,7 +15,15 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from common import Interrupted, Output, Record, check_positive, main
+from common import (
+    Interrupted,
+    Output,
+    Record,
+    check_positive,
+    log_lengths,
+    log_values,
+    main,
+)
 from steps import HEAD_TYPES, Cell, Shape, StepKind, shape_fields, step_kind, timed_steps
 from transformer_vq.config import (
     HeadType,
@@ -32,8 +40,7 @@ from transformer_vq.measure import (
     over_time,
     precisions_to_measure,
 )
-from transformer_vq.progress import progress_bar, warn
-from transformer_vq.training.plot_style import (
+from transformer_vq.plots import (
     BLUE,
     GREEN,
     MUTED,
@@ -42,11 +49,10 @@ from transformer_vq.training.plot_style import (
     SKY,
     VERMILION,
     label_end,
-    log_lengths,
-    log_values,
     new_figure,
     note,
 )
+from transformer_vq.progress import progress_bar, warn
 
 KIND_NAMES: dict[StepKind, str] = {
     "full": "full attention",

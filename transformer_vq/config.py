@@ -350,7 +350,7 @@ class DataConfig:
 NEUTRAL_FIELDS = frozenset(
     {
         *("data.path", "data.validation_path", "data.test_path", "data.cache"),
-        *("train.device", "train.compile", "train.peak_tflops"),
+        *("train.device", "train.compile"),
         *("train.reduction", "train.backend", "train.checkpoint_activations"),
         *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
         *("train.keep", "train.tensorboard", "train.wandb"),
@@ -458,9 +458,6 @@ class TrainConfig:
     """Random seed for initial weights, data order and dropout."""
     init_from: str | None = None
     """Fine-tune: initialize weights and codebooks from this run, model file or exported folder."""
-    peak_tflops: Positive | None = None
-    """Peak TFLOP/s of one device, for model FLOP utilization (MFU); by default the vendor's figure,
-    if it is known."""
     log_every: Count = 1
     """Steps between two rows in metrics.jsonl."""
     eval_every: Count = 1000

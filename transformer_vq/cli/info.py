@@ -13,7 +13,7 @@ from transformer_vq.presets import PRESETS
 from transformer_vq.progress import short
 
 if TYPE_CHECKING:
-    from transformer_vq.training.sizes import Sizes
+    from transformer_vq.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> None:
     start, rest = starting_point(arguments, "info", InfoOptions, example, runs=True)
     options = parse_from(start, rest, f"info {start.name}", example)
 
-    from transformer_vq.training.sizes import sizes
+    from transformer_vq.sizes import sizes
 
     result = sizes(options.run)
     print(sizes_table(start.name, options.run, result))

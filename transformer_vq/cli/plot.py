@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> None:
         _compare(paths, out, options.x)
         return
 
-    from transformer_vq.training.plots import plot_run
+    from transformer_vq.plots import plot_run
 
     if not paths[0].is_dir():
         raise UsageError(f"{paths[0]} is not a run folder")
@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> None:
 
 
 def _compare(runs: Sequence[Path], out: Path, x: XAxis) -> None:
-    from transformer_vq.training.plots import compare_runs
+    from transformer_vq.plots import compare_runs
 
     for path in runs:
         if not path.is_dir():

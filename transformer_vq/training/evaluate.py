@@ -75,11 +75,12 @@ def evaluate(
         )
     if split is None:
         split = default_split(run)
-    model, which = load_model(run, checkpoint)
+    model, which = load_model(run, checkpoint, config)
     model.to(device)
-    with reporting(reporter):
-        corpus = prepare(_data_for(run, config.data, data, split), config.model.vocab_size)
-    if read_tokenizer(run).sha256 != corpus.tokenizer().sha256:
+    corpus = prepare(
+        _data_for(run, config.data, data, split), config.model.vocab_size, reporter=reporter
+    )
+    if read_tokenizer(run, config).sha256 != corpus.tokenizer().sha256:
         raise UserError(
             f"these data do not have the vocabulary of {name}; use --data.tokenizer {run}"
         )
@@ -99,7 +100,7 @@ def evaluate(
                 tokens,
                 protocol,
                 seq_len=seq_len,
-                window=min(train.backprop_len, 2048),
+                span=min(train.backprop_len, 2048),
                 batch_size=batch_size,
                 precision=precision,
                 max_tokens=max_tokens,

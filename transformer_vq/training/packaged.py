@@ -70,16 +70,13 @@ def package_run(run: Path, folder: Path) -> None:
 
     from transformer_vq.files import write_tensors
     from transformer_vq.training.checkpoint import (
-        BEST,
-        MODEL,
         load_model,
         read_config,
         read_tokenizer,
         write_config,
     )
-    from transformer_vq.training.metrics import NAME as METRICS
-    from transformer_vq.training.metrics import read_metrics
-    from transformer_vq.training.rows import write_rows
+    from transformer_vq.training.metrics import METRICS, read_metrics, write_rows
+    from transformer_vq.training.run_list import BEST, MODEL
 
     model, _ = load_model(run)
     tokenizer = read_tokenizer(run)

@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformer_vq import PRESETS, TransformerVQ
 from transformer_vq.cli.info import sizes_table
 from transformer_vq.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
-from transformer_vq.errors import UserError
 from transformer_vq.parallel.tensor_parallel import sharded_axes
 from transformer_vq.parallel.world import World
 from transformer_vq.sizes import (
@@ -106,20 +105,6 @@ def test_state_bytes_of_full_attention_are_those_after_a_complete_sequence(head_
     assert state.n_bytes == sizes(config).state_bytes
 
 
-@pytest.mark.parametrize("name", GATED)
-def test_parameters_of_the_presets_match_the_formula(name):
-    config = PRESETS[name].model
-    gau = config.d_model * (3 * config.d_k + 3 * 2 * config.d_model) + 2 * config.d_k
-    want = config.vocab_size * config.d_model + 2 * config.n_layer * gau
-    if not config.tie_embeddings:
-        want += (config.d_model + 1) * config.vocab_size
-    if config.absolute_positions:
-        want += 1
-    found = sizes(PRESETS[name])
-    assert found.parameters == want
-    assert found.codebooks == 2 * config.n_layer * config.n_code * (config.d_k + 1)
-
-
 LARGE = {"vocab_size": 130, "d_model": 128, "d_k": 128, "n_layer": 1}
 
 
@@ -153,12 +138,6 @@ def test_activation_bytes_are_proportional_to_the_batch_size(
     assert activations(12) == 12 * activations(1)
 
 
-def test_accumulation_adds_only_the_carried_states():
-    one, two = run_of({"batch_size": 4}), run_of({"batch_size": 8, "accumulate": 2})
-    state = sizes(one).state_bytes
-    assert sizes(two).activation_bytes == sizes(one).activation_bytes + 4 * state
-
-
 @pytest.mark.parametrize("attention_type", ["vq", "full"])
 @pytest.mark.parametrize("saving", [{"checkpoint_activations": True}, {"precision": "bf16"}])
 def test_activation_bytes_shrink_with_options_that_save_memory(attention_type, saving):
@@ -169,7 +148,7 @@ def test_activation_bytes_shrink_with_options_that_save_memory(attention_type, s
     assert sizes(saved).activation_bytes < 0.8 * sizes(plain).activation_bytes
 
 
-@pytest.mark.parametrize("n_layer", [1, 2, 3])
+@pytest.mark.parametrize("n_layer", [1, 3])
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
 @pytest.mark.parametrize("mesh", [{}, {"tp": 2}, {"fsdp": 2}, {"fsdp": 2, "cp": 2}])
 def test_sizes_match_the_model_for_any_number_of_layers(n_layer, head_type, mesh):
@@ -218,25 +197,6 @@ def test_flops_grow_linearly_with_vq_attention_and_quadratically_with_full_atten
     assert len(set(growth(head_type=head_type, attention="vq"))) == 1
     first, second, third = growth(head_type=head_type, attention="full")
     assert third - second == second - first > 0
-
-
-@pytest.mark.parametrize(
-    ("mesh", "model", "train"),
-    [
-        ({"dp": 300}, {}, {}),
-        ({"fsdp": 3}, {}, {}),
-        ({"dp": 2, "fsdp": 2}, {}, {"accumulate": 4}),
-        ({"tp": 3}, {}, {}),
-        ({"tp": 4}, {"head_type": "mha"}, {}),
-        ({"cp": 5}, {}, {}),
-        ({"cp": 2}, {"attention": "full"}, {}),
-        ({"tp": 2, "fsdp": 2}, {}, {}),
-    ],
-)
-def test_sizes_reject_a_mesh_that_does_not_divide_the_run(mesh, model, train):
-    config = replace(run_of(train, **model), parallel=ParallelConfig(**mesh))
-    with pytest.raises(UserError):
-        sizes(config)
 
 
 def test_sizes_accept_the_largest_model():

@@ -214,6 +214,12 @@ def test_rescaled_counts_are_compared_with_revive_below():
     assert not is_revived(None)
 
 
+def test_statistics_keep_their_scale_if_the_sequence_length_is_unknown():
+    data, config = golden("vq_serial_mqa")
+    model = load_official(data["param"], config)
+    assert np.array_equal(model.branches[0].quantizer.c_count, data["param"][COUNTS][0, 0])
+
+
 def test_sequence_len_of_official_config_files_is_the_default(monkeypatch):
     data, config = golden("vq_serial_mqa")
     monkeypatch.setitem(OFFICIAL_SEQUENCE_LEN, (16, 2, 8, 32), SEQUENCE_LEN)

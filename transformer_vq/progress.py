@@ -29,7 +29,7 @@ class Reporter(Protocol):
     """Receives the progress and messages of long work."""
 
     def progress(
-        self, what: str, total: float | None, unit: str, done: int = 0
+        self, what: str, total: float | None, unit: str, done: float = 0
     ) -> AbstractContextManager[Advance]:
         """Show the progress of one task; `done` units were finished before it started."""
         ...
@@ -56,7 +56,7 @@ def reporting(reporter: Reporter | None) -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(what: str, total: float | None, unit: str, done: int = 0) -> Iterator[Advance]:
+def progress_bar(what: str, total: float | None, unit: str, done: float = 0) -> Iterator[Advance]:
     """Report the progress of one task to the reporter, if there is one."""
     if _reporter is None:
         yield lambda *_, **__: None
@@ -84,7 +84,7 @@ class TerminalReporter:
 
     @contextmanager
     def progress(
-        self, what: str, total: float | None, unit: str, done: int = 0
+        self, what: str, total: float | None, unit: str, done: float = 0
     ) -> Iterator[Advance]:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -99,17 +99,22 @@ class TerminalReporter:
         if IS_SILENT or not console.is_terminal:
             yield self._lines(what, total, unit, done)
             return
-        count = TextColumn("{task.fields[count]}")
-        note = TextColumn("{task.fields[note]}")
-        columns = (TextColumn("{task.description}"), BarColumn(20), count, TimeRemainingColumn())
-        bar = Progress(*columns, note, console=console)
-        task = bar.add_task(what, total=total, completed=done, note="", count="")
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(20),
+            TextColumn("{task.fields[count]}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+        )
+        task = bar.add_task(what, total=total, completed=done, count="", note="")
+        shown = ""
 
         def advance(n: float, note: str | None = None) -> None:
-            nonlocal done
+            nonlocal done, shown
             done += n
-            changes = {} if note is None else {"note": note}
-            bar.update(task, advance=n, count=_count(done, total, unit), **changes)
+            shown = shown if note is None else note
+            bar.update(task, advance=n, count=_count(done, total, unit), note=shown)
 
         # A closed terminal must not end the work: the result is still wanted.
         with suppress(OSError):

@@ -130,17 +130,12 @@ def _data_for(run: Path, own: DataConfig, other: DataConfig | None, split: str) 
         has_file = any((run / name).is_file() for name in TOKENIZER_FILES)
         data = replace(data, tokenizer=str(run) if has_file else "bytes")
     if data.path != own.path:  # the other files of the run do not belong to them
-        data = replace(
-            data,
-            validation_path=_unless_equal(data.validation_path, own.validation_path),
-            test_path=_unless_equal(data.test_path, own.test_path),
-        )
+        if data.validation_path == own.validation_path:
+            data = replace(data, validation_path=())
+        if data.test_path == own.test_path:
+            data = replace(data, test_path=())
     data = replace(data, end_of_document=own.end_of_document)
     return data if split != "all" else _without_splits(data)
-
-
-def _unless_equal(given: tuple[str, ...], own: tuple[str, ...]) -> tuple[str, ...]:
-    return () if given == own else given
 
 
 def _without_splits(data: DataConfig) -> DataConfig:

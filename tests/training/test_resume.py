@@ -110,7 +110,7 @@ def test_resume_rejects_an_edited_config_and_one_of_an_older_version(tmp_path):
 @pytest.mark.parametrize(
     ("section", "change", "named"),
     [
-        ("model", {"n_code": 99}, r"model\.n_code.* 99"),
+        ("model", {"n_code": 99}, r"model\.n.code.* 99"),
         ("optim", {"lr": "much"}, r"optim\.lr.*much.*; undo the edit"),
         ("data", {"colour": 1}, r"colour.*; undo the edit"),
     ],
@@ -226,7 +226,7 @@ def test_read_metrics_warns_about_corrupt_lines_and_returns_the_others(tmp_path,
     train(tiny_run(tmp_path, train={"steps": 4}), tmp_path / "run")
     path, before = tmp_path / "run" / "metrics.jsonl", losses(tmp_path / "run")
     lines = path.read_text().splitlines(keepends=True)
-    for damage in ("{", "null\n", "[" * 100_000 + "\n", lines[1].replace("1", "2", 1), "\xff\n"):
+    for damage in ("{", "null\n", "[" * 100_000 + "\n", '{"kind": 3}\n', "\xff\n"):
         path.write_text("".join([lines[0], damage, *lines[2:]]))
         capsys.readouterr()
         if damage.endswith("\n"):

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import Batch
@@ -119,13 +119,13 @@ class Trainer:
         )
         self.strategy = ParallelStrategy(self.model, config, self.world)
         self.optimizer = make_optimizer(self.strategy.parameters, config.optim)
-        self.average: AveragedModel | None = None
-        """Moving average of the parameters, sharded like them; None if `train.weight_average` is 0.
+        self.average: dict[str, Tensor] = {}
+        """Moving average of each parameter, sharded like it; empty if there is no average.
 
         Codebooks are moving averages already, so an averaged model uses the current ones."""
         if config.train.weight_average:
-            self.average = AveragedModel(self._parameter_list())
-            self.average.n_averaged.fill_(1)  # the initial weights are part of the average
+            parameters = self.strategy.parameters.items()
+            self.average = {name: p.detach().clone() for name, p in parameters}
         self.checks_each_step = device.type == "cpu"
         """Whether `step` checks the losses; on a GPU this would wait, so `check_finite` does."""
         self._unchecked: list[StepLosses] = []
@@ -213,21 +213,13 @@ class Trainer:
         if self.world.any(not torch.stack(finite).all()):
             raise NotFiniteStepError(step, "its update gave weights that are NaN or inf")
 
-    def _parameter_list(self) -> nn.ParameterList:
-        return nn.ParameterList(self.strategy.parameters.values())
-
-    def _averages(self) -> dict[str, Tensor]:
-        """Return the average of each parameter; empty without an average."""
-        if self.average is None:
-            return {}
-        return dict(zip(self.strategy.parameters, self.average.parameters(), strict=True))
-
     def _update_average(self, step: int) -> None:
         """Include the new weights; in early steps with a larger share, to forget initial ones."""
-        if self.average is not None:
+        if self.average:
+            # Not `AveragedModel`, whose count of updates makes the host wait for a GPU.
             decay = min(self.config.train.weight_average, (1 + step) / (10 + step))
-            self.average.multi_avg_fn = get_ema_multi_avg_fn(decay)
-            self.average.update_parameters(self._parameter_list())
+            weights = [p.detach() for p in self.strategy.parameters.values()]
+            get_ema_multi_avg_fn(decay)(list(self.average.values()), weights, step)
 
     @contextmanager
     def averaged_model(self) -> Iterator[TransformerVQ]:
@@ -243,7 +235,7 @@ class Trainer:
 
     @torch.no_grad()
     def _exchange_average(self) -> None:
-        for name, average in self._averages().items():
+        for name, average in self.average.items():
             p = self.strategy.parameters[name]
             current = p.detach().clone()
             p.copy_(average)
@@ -264,8 +256,8 @@ class Trainer:
         for name, p in self.strategy.parameters.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 found[f"optimizer/{name}/{key}"] = self.strategy.gather(torch.as_tensor(value))
-        for name, average in self._averages().items():
-            found[f"average/{name}"] = self.strategy.gather(average.detach())
+        for name, average in self.average.items():
+            found[f"average/{name}"] = self.strategy.gather(average)
         for i, state in enumerate(self.carried):
             found |= self.strategy.gather_state(state, f"state{i}")
         return found
@@ -284,9 +276,8 @@ class Trainer:
                     moments[key] = int(x)  # Adafactor counts steps in integers
             if moments:
                 self.optimizer.state[p] = moments
-        for name, average in self._averages().items():
-            loaded = self.strategy.shard_like(tensors[f"average/{name}"], average)
-            average.detach().copy_(loaded)
+        for name, average in self.average.items():
+            average.copy_(self.strategy.shard_like(tensors[f"average/{name}"], average))
         n_parts = self.config.train.accumulate
         states = split_states(tensors, n_parts)
         self.carried = [

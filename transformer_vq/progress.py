@@ -107,7 +107,7 @@ class TerminalReporter:
             TextColumn("{task.fields[note]}"),
             console=console,
         )
-        task = bar.add_task(what, total=total, completed=done, count="", note="")
+        task = bar.add_task(what, total=total, completed=int(done), count="", note="")
         shown = ""
 
         def advance(n: float, note: str | None = None) -> None:

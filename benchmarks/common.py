@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,13 +22,16 @@ import tyro
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.prepare import prepare
-from transformer_vq.device import find_device, keep_freed_memory, total_memory
+from transformer_vq.device import find_device, keep_freed_memory
 from transformer_vq.errors import UserError
 from transformer_vq.files import check_can_write, write_json
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.parallel.world import World
+from transformer_vq.plots import thousands
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import TerminalReporter, reporting
-from transformer_vq.training.run import choose_accumulation, training_batches
+from transformer_vq.sizes import choose_accumulation
+from transformer_vq.training.run import training_batches
 from transformer_vq.training.step import Trainer
 
 Record = dict[str, Any]
@@ -145,9 +148,36 @@ def config_record(config: RunConfig) -> Record:
 def trainer_and_batches(config: RunConfig) -> tuple[Trainer, TrainingBatches]:
     """Return what the training steps of a run need, without creating a run folder."""
     device = find_device(config.train.device)
-    config = choose_accumulation(config, total_memory(device))
+    config = choose_accumulation(config, World(device=str(device)))
     torch.manual_seed(config.train.seed)
     corpus = prepare(config.data, config.model.vocab_size)
     # As `tvq train` does: the data of 257 tokens also fits a model that was given 256.
     config = replace(config, model=replace(config.model, vocab_size=corpus.vocab_size))
     return Trainer(TransformerVQ(config.model), config, device), training_batches(config, corpus)
+
+
+def log_lengths(axes: Any, lengths: Sequence[int], label: str) -> None:
+    """Use a logarithmic x axis with a tick at every length that was measured."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [thousands(n) for n in lengths])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel(label)
+
+
+def log_values(axes: Any) -> None:
+    """Use a logarithmic y axis with plain numbers; a wide range has fewer ticks."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    if 0 < high < 2 * low:  # a narrow axis would exaggerate small differences
+        middle = math.sqrt(low * high)
+        low, high = middle / math.sqrt(2), middle * math.sqrt(2)
+        axes.set_ylim(low, high)
+    if high / low > 300:
+        digits: tuple[float, ...] = (1.0,)
+    else:
+        digits = (1.0, 2.0, 5.0) if high / low > 12 else (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+    axes.yaxis.set_major_locator(LogLocator(subs=digits))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(thousands)

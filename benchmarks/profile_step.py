@@ -23,12 +23,12 @@ from transformer_vq.config import ModelConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.errors import UserError
 from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
-from transformer_vq.progress import progress_bar
-from transformer_vq.training.plot_style import (
+from transformer_vq.plots import (
     BLUE,
     MUTED,
     new_figure,
 )
+from transformer_vq.progress import progress_bar
 from transformer_vq.training.step import Trainer
 
 PARTS = {

@@ -15,10 +15,10 @@ import tyro
 from common import Output, Record, config_record, main
 from transformer_vq.errors import UserError
 from transformer_vq.files import read_object
+from transformer_vq.plots import plot_curves
+from transformer_vq.sizes import sizes
 from transformer_vq.training.checkpoint import read_config
 from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.plots import plot_curves
-from transformer_vq.training.sizes import sizes
 
 POINTS = 150  # number of points that are kept of a training curve
 

@@ -17,14 +17,14 @@ import numpy as np
 from common import Flat, Output, Record, check_positive, main
 from transformer_vq.config import RunConfig
 from transformer_vq.errors import UserError
-from transformer_vq.presets import PRESETS
-from transformer_vq.training.plot_style import (
+from transformer_vq.plots import (
     BLUE,
     VERMILION,
     new_figure,
     note,
     thousands,
 )
+from transformer_vq.presets import PRESETS
 from trials import run_grid, spread, trials_of
 
 PAPER_FACTOR = 0.995  # validation loss per doubling of S, enwik8

@@ -32,7 +32,7 @@ from transformer_vq.errors import UserError
 from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.layers import FeedForward, linear, rms_norm
 from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ, last_columns
-from transformer_vq.training.sizes import flops_per_token
+from transformer_vq.sizes import flops_per_token
 from transformer_vq.training.step import Trainer
 
 StepAttention = Literal["vq", "full", "sdpa"]

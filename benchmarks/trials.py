@@ -31,11 +31,11 @@ from transformer_vq.errors import UserError
 from transformer_vq.evaluation import Evaluation
 from transformer_vq.files import check_can_write, read_json, write_json
 from transformer_vq.progress import TerminalReporter, info, progress_bar, reporting
+from transformer_vq.sizes import sizes
 from transformer_vq.training.checkpoint import read_config
 from transformer_vq.training.evaluate import evaluate
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.run import train_or_resume
-from transformer_vq.training.sizes import sizes
 
 SECONDS_TO_SAVE = 120.0  # after Ctrl-C, before a trial is killed
 

@@ -13,17 +13,23 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from common import Flat, Output, Record, check_positive, main
+from common import (
+    Flat,
+    Output,
+    Record,
+    check_positive,
+    log_lengths,
+    main,
+)
 from transformer_vq.config import RunConfig
 from transformer_vq.errors import UserError
-from transformer_vq.presets import PRESETS
-from transformer_vq.training.plot_style import (
+from transformer_vq.plots import (
     COLORS,
     label_end,
-    log_lengths,
     new_figure,
     note,
 )
+from transformer_vq.presets import PRESETS
 from trials import run_grid, spread, trials_of
 
 SYNTAX = "write NAME or NAME:SECTION.FIELD=VALUE,..., such as full:model.attention=full"

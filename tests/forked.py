@@ -26,7 +26,7 @@ from transformer_vq.cli.main import COMMANDS
 LIBRARY = (
     *("demo", "doctor"),
     *("data.corpus", "generation.text", "generation.snapshot", "generation.text"),
-    *("hf.export", "serve.server", "training.evaluate", "training.run", "training.sizes"),
+    *("hf.export", "serve.server", "training.evaluate", "training.run", "sizes"),
 )
 
 

@@ -85,12 +85,12 @@ def before_codebooks(step: int) -> Moment:
 
 
 def in_validation(n: int) -> Moment:
-    """After the n-th window of all validations in the process, counted from 1."""
-    is_window = nth(n)
+    """After the n-th span of all validations in the process, counted from 1."""
+    is_span = nth(n)
     return in_call(
         TransformerVQ,
         "forward",
-        lambda model, *_, **__: not model.training and is_window(),
+        lambda model, *_, **__: not model.training and is_span(),
         after=True,
     )
 

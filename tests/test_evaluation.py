@@ -76,8 +76,8 @@ def test_without_words_there_is_no_word_perplexity():
 
 
 @pytest.mark.parametrize("attention", ["vq", "full"])
-@pytest.mark.parametrize(("window", "batch_size"), [(3, 2), (8, 1), (64, 8)])
-def test_windowed_is_a_fresh_state_every_seq_len_tokens(attention, window, batch_size):
+@pytest.mark.parametrize(("span", "batch_size"), [(3, 2), (8, 1), (64, 8)])
+def test_windowed_is_a_fresh_state_every_seq_len_tokens(attention, span, batch_size):
     model = TransformerVQ(tiny_config(attention=attention)).double().eval()
     data = random_split(50)
     # The input at a cut is the true token before it: only the state is fresh.
@@ -86,18 +86,18 @@ def test_windowed_is_a_fresh_state_every_seq_len_tokens(attention, window, batch
         tokens = data.tokens[start : start + 16]
         bos = 0 if start == 0 else int(data.tokens[start - 1])
         want += float(nats_of(model, tokens, bos).sum())
-    got = score(model, data, seq_len=16, window=window, batch_size=batch_size)
+    got = score(model, data, seq_len=16, span=span, batch_size=batch_size)
     assert got.tokens == 50
     assert got.nats == pytest.approx(want, rel=1e-12)
 
 
-@pytest.mark.parametrize(("window", "batch_size"), [(3, 2), (7, 8), (64, 1)])
-def test_streaming_is_one_state_through_every_document(window, batch_size):
+@pytest.mark.parametrize(("span", "batch_size"), [(3, 2), (7, 8), (64, 1)])
+def test_streaming_is_one_state_through_every_document(span, batch_size):
     model = TransformerVQ(tiny_config()).double().eval()
     starts = [0, 5, 6, 40]
     data = random_split(77, starts)
     losses = [nats_of(model, data.tokens[a:b]) for a, b in pairwise([*starts, 77])]
-    got = score(model, data, "streaming", seq_len=1, window=window, batch_size=batch_size)
+    got = score(model, data, "streaming", seq_len=1, span=span, batch_size=batch_size)
     assert got.tokens == 77
     assert got.nats == pytest.approx(float(torch.cat(losses).sum()), rel=1e-12)
     at_start = torch.stack([document[0] for document in losses])
@@ -110,7 +110,7 @@ def test_windowed_never_attends_across_documents():
     starts = [0, 5, 21, 40]
     data = random_split(60, starts)
     want = sum(float(nats_of(model, data.tokens[a:b]).sum()) for a, b in pairwise([*starts, 60]))
-    got = score(model, data, seq_len=60, window=9)
+    got = score(model, data, seq_len=60, span=9)
     assert got.nats == pytest.approx(want, rel=1e-12)
 
 
@@ -129,7 +129,7 @@ def test_it_leaves_the_model_as_it_was():
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["seq_len", "window", "batch_size", "max_tokens"])
+@pytest.mark.parametrize("name", ["seq_len", "span", "batch_size", "max_tokens"])
 @pytest.mark.parametrize("size", [0, -5])
 def test_sizes_below_one_are_rejected(name, size):
     sizes = {"seq_len": 8, name: size}

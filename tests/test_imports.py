@@ -16,7 +16,7 @@ LAYERS = [
     {"nn"},
     {"data", "evaluation", "generation", "interop", "presets", "config_files"},
     {"parallel"},
-    {"training"},
+    {"training", "sizes", "plots"},
     {"hf", "serve", "demo", "doctor"},
     {"cli"},
 ]

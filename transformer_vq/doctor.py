@@ -55,7 +55,7 @@ from transformer_vq.generation.decoder import Decoder
 from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import progress_bar
-from transformer_vq.training.sizes import flops_per_token
+from transformer_vq.sizes import flops_per_token
 from transformer_vq.training.step import Trainer
 
 Section = Literal["Results", "Determinism", "Host syncs", "Speed"]

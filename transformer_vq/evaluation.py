@@ -86,7 +86,7 @@ def score(
     protocol: Protocol = "windowed",
     *,
     seq_len: int,
-    window: int = 2048,
+    span: int = 2048,
     batch_size: int = 8,
     precision: str = "fp32",
     max_tokens: int | None = None,
@@ -97,20 +97,20 @@ def score(
 ) -> Evaluation | None:
     """Score every token of the split once, with the context that the protocol allows.
 
-    seq_len: T of the windowed protocol. window, batch_size: tokens and rows per forward pass; they
+    seq_len: T of the windowed protocol. span, batch_size: tokens and rows per forward pass; they
     change memory and speed, not the result. max_tokens: score only the start of the split; bytes
     and words are then scaled in proportion. Return None if `stopped` returns True. share: (rank,
     number of ranks) that split the contexts; `total` sums over them. Raise NotFiniteError if the
     loss is NaN.
     """
-    check_sizes(seq_len=seq_len, window=window, batch_size=batch_size, max_tokens=max_tokens)
+    check_sizes(seq_len=seq_len, span=span, batch_size=batch_size, max_tokens=max_tokens)
     device = next(model.parameters()).device
     nats = torch.zeros(N_BINS, dtype=torch.float64, device=device)
     count = torch.zeros(N_BINS, dtype=torch.int64, device=device)
     with evaluating(model), matmul_precision(device, precision):
         state, of_group = None, -1
         contexts = _contexts(split, protocol, seq_len, max_tokens)
-        for group, positions, batch in _windows(split, contexts, batch_size, window, share):
+        for group, positions, batch in _spans(split, contexts, batch_size, span, share):
             if stopped():
                 return None
             if group != of_group:
@@ -162,16 +162,16 @@ def _contexts(
     return begins[order], ends[order], documents
 
 
-def _windows(
+def _spans(
     split: Split,
     contexts: tuple[np.ndarray, np.ndarray, bool],
     batch_size: int,
-    window: int,
+    span: int,
     share: tuple[int, int],
 ) -> Iterator[tuple[int, Tensor, Batch]]:
-    """Yield (index of the group of contexts, positions of the next window, the window).
+    """Yield (index of the group of contexts, positions of the next span, the span).
 
-    Each rank takes every n-th context of a group. All ranks run the same number of windows, because
+    Each rank takes every n-th context of a group. All ranks run the same number of spans, because
     the model may communicate; a rank without contexts gets padding.
     """
     all_begins, all_ends, documents = contexts
@@ -182,9 +182,9 @@ def _windows(
         begins, ends = all_begins[group][rank::n_processes], all_ends[group][rank::n_processes]
         if not len(begins):
             begins = ends = all_begins[first : first + 1]
-        for offset in range(0, longest, window):
+        for offset in range(0, longest, span):
             n_rows = max(int((ends - begins > offset).sum()), 1)
-            n = min(window, longest - offset)
+            n = min(span, longest - offset)
             positions = read_positions(split, begins[:n_rows], offset, n)
             batch = read_rows(split, begins[:n_rows], ends[:n_rows], offset, n, documents)
             yield first, positions, batch

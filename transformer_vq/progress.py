@@ -13,12 +13,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 SECONDS_BETWEEN_LINES = 30.0
-LINE_WIDTH = 80  # of progress that is not shown on a terminal
-MIN_BAR, MAX_BAR = 5, 24  # characters
 IS_SILENT = int(os.environ.get("RANK", 0)) > 0  # under torchrun only rank 0 prints
 
 Advance = Callable[..., None]
@@ -32,7 +29,7 @@ class Reporter(Protocol):
     """Receives the progress and messages of long work."""
 
     def progress(
-        self, what: str, total: float | None, unit: str, done: int = 0
+        self, what: str, total: float | None, unit: str, done: float = 0
     ) -> AbstractContextManager[Advance]:
         """Show the progress of one task; `done` units were finished before it started."""
         ...
@@ -59,7 +56,7 @@ def reporting(reporter: Reporter | None) -> Iterator[None]:
 
 
 @contextmanager
-def progress_bar(what: str, total: float | None, unit: str, done: int = 0) -> Iterator[Advance]:
+def progress_bar(what: str, total: float | None, unit: str, done: float = 0) -> Iterator[Advance]:
     """Report the progress of one task to the reporter, if there is one."""
     if _reporter is None:
         yield lambda *_, **__: None
@@ -87,32 +84,58 @@ class TerminalReporter:
 
     @contextmanager
     def progress(
-        self, what: str, total: float | None, unit: str, done: int = 0
+        self, what: str, total: float | None, unit: str, done: float = 0
     ) -> Iterator[Advance]:
-        if IS_SILENT:
-            yield lambda *_, **__: None
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        class QuietConsole(Console):
+            """rich exits when its output is closed; a long run must not."""
+
+            def on_broken_pipe(self) -> None:
+                self.quiet = True
+
+        console = QuietConsole(stderr=True)
+        if IS_SILENT or not console.is_terminal:
+            yield self._lines(what, total, unit, done)
             return
-        task = Task(what, total, unit, done, time.monotonic())
-        bar = _bar(task)
-        if bar is None:
-            yield self._lines(task)
-            return
-        progress, number = bar
+        bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(20),
+            TextColumn("{task.fields[count]}"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+        )
+        task = bar.add_task(what, total=total, completed=int(done), count="", note="")
+        shown = ""
 
         def advance(n: float, note: str | None = None) -> None:
-            # Measured here: the speed must not drop while a step is running.
-            seconds = time.monotonic() - task.start
-            changes = {} if note is None else {"note": note}
-            progress.update(number, advance=n, seconds=seconds, **changes)
+            nonlocal done, shown
+            done += n
+            shown = shown if note is None else note
+            bar.update(task, advance=n, count=_count(done, total, unit), note=shown)
 
         # A closed terminal must not end the work: the result is still wanted.
         with suppress(OSError):
-            progress.start()
+            bar.start()
         try:
             yield advance
         finally:
             with suppress(OSError):
-                progress.stop()
+                bar.stop()
+
+    def _lines(self, what: str, total: float | None, unit: str, done: float) -> Advance:
+        last = time.monotonic()
+
+        def advance(n: float, note: str = "") -> None:
+            nonlocal done, last
+            done += n
+            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                self.info(f"{what}: {_count(done, total, unit)}{', ' if note else ''}{note}")
+
+        return advance
 
     def info(self, message: str) -> None:
         """Print one line to stderr; a closed stderr is not an error."""
@@ -123,93 +146,9 @@ class TerminalReporter:
     def warn(self, message: str) -> None:
         self.info(message)
 
-    def _lines(self, task: Task) -> Advance:
-        last, done = task.start, float(task.first)
 
-        def advance(n: float, note: str = "") -> None:
-            nonlocal done, last
-            done += n
-            now = time.monotonic()
-            if now - last < SECONDS_BETWEEN_LINES:
-                return
-            last = now
-            self.info(task.line(done, note, now - task.start, LINE_WIDTH))
-
-        return advance
-
-
-@dataclass(frozen=True)
-class Task:
-    """Work whose progress is shown. first: units that were done before the time `start`."""
-
-    what: str
-    total: float | None
-    unit: str
-    first: int
-    start: float
-
-    def line(self, done: float, note: str, seconds: float, width: int) -> str:
-        """Return the progress in one line of at most `width` characters.
-
-        seconds: since the start. If the line is too long, the rate is left out first, then the unit
-        and the name, then the last parts of the note.
-        """
-        speed = (done - self.first) / seconds if seconds > 0 else 0.0
-        count, parts = short(done), []
-        if self.total is not None:
-            count += f"/{short(self.total)}"
-            if speed > 0:
-                parts.append(f"{duration(max(self.total - done, 0) / speed)} left")
-        parts += [part for part in note.split(", ") if part]
-        heads = [f"{self.what}: {count} {self.unit}"]
-        if speed > 0:
-            line = ", ".join([heads[0], *parts, rate(speed, self.unit)])
-            if len(line) <= width:
-                return line
-        heads += [f"{self.what}: {count}", f"{count} {self.unit}", count]
-        for n in range(len(parts), -1, -1):
-            for head in heads:
-                line = ", ".join([head, *parts[:n]])
-                if len(line) <= width:
-                    return line
-        return line[:width]
-
-
-def _bar(task: Task) -> tuple[Any, Any] | None:
-    """Return a rich progress bar and its task, or None if stderr is not a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress, ProgressColumn
-    from rich.progress import Task as BarTask
-    from rich.text import Text
-
-    class QuietConsole(Console):
-        """rich exits when its output is closed; a long run must not."""
-
-        def on_broken_pipe(self) -> None:
-            self.quiet = True
-
-    console = QuietConsole(stderr=True)
-    if not console.is_terminal:
-        return None
-    full, empty = "\u2501\u2500" if "utf" in console.encoding else "#-"
-
-    class LineColumn(ProgressColumn):
-        """The line of a task, and a bar if there is room for it."""
-
-        def render(self, bar: BarTask) -> Text:
-            note, seconds = bar.fields["note"], bar.fields["seconds"]
-            line = task.line(bar.completed, note, seconds, console.width - 1)
-            text = Text(line, no_wrap=True)
-            room = min(console.width - 2 - len(line), MAX_BAR)
-            if task.total and room >= MIN_BAR:
-                n = min(round(room * bar.completed / task.total), room)
-                text.append(" " + n * full, "cyan").append((room - n) * empty, "dim")
-            return text
-
-    progress = Progress(LineColumn(), console=console)
-    return progress, progress.add_task(
-        task.what, total=task.total, completed=task.first, note="", seconds=0.0
-    )
+def _count(done: float, total: float | None, unit: str) -> str:
+    return f"{short(done)} {unit}" if total is None else f"{short(done)}/{short(total)} {unit}"
 
 
 def short(n: float) -> str:
@@ -218,21 +157,3 @@ def short(n: float) -> str:
         if n >= limit:
             return f"{n / divisor:.{0 if n >= 100 * divisor else 1}f}{letter}"
     return f"{n:.0f}" if n >= 100 or n == int(n) else f"{n:.1f}"
-
-
-def rate(speed: float, unit: str) -> str:
-    """Format units per second; below one, seconds per unit: 2.5 steps/s, 40 s/step."""
-    if speed <= 0:
-        return ""
-    if speed >= 1:
-        return f"{short(speed)} {unit}/s"
-    return f"{short(1 / speed)} s/{unit.removesuffix('s')}"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as minutes and seconds, with hours or days if needed: 2:03, 1:02:03, 4d 4h."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 24:
-        return f"{hours // 24}d {hours % 24}h"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

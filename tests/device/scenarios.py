@@ -79,7 +79,7 @@ def logging() -> None:
 
 
 def evaluation(split: Split, protocol: Any = "windowed", **model: Any) -> None:
-    score(new_model(**model), split, protocol, seq_len=32, window=16, batch_size=2)
+    score(new_model(**model), split, protocol, seq_len=32, span=16, batch_size=2)
 
 
 def decoding(rules: Sampling | None = None, **model: Any) -> None:

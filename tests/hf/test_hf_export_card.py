@@ -12,7 +12,7 @@ from transformer_vq.data.tokenizers import ByteTokenizer
 from transformer_vq.files import write_json
 from transformer_vq.hf.export import export
 from transformer_vq.training.checkpoint import Checkpoint, save_checkpoint, write_config
-from transformer_vq.training.rows import write_rows
+from transformer_vq.training.metrics import write_rows
 
 ROWS = [
     {"kind": "train", "step": 1, "nats_per_token": 5.0, "bits_per_byte": 7.2, "tokens": 1000},

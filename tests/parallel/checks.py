@@ -15,8 +15,8 @@ from transformer_vq import TransformerVQ
 from transformer_vq.config import OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.parallel.world import World
+from transformer_vq.sizes import sizes
 from transformer_vq.training.run import resume, train
-from transformer_vq.training.sizes import sizes
 from transformer_vq.training.step import Trainer
 
 EXACT = 1e-10

@@ -12,7 +12,7 @@ from transformer_vq import PRESETS
 from transformer_vq.cli.main import main
 from transformer_vq.config import ParallelConfig, RunConfig
 from transformer_vq.parallel.strategy import check_mesh
-from transformer_vq.training.sizes import sizes
+from transformer_vq.sizes import sizes
 
 CHECKPOINTED = run_config(compile=True, checkpoint_activations=True)
 

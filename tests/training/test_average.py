@@ -1,13 +1,11 @@
 """The moving average of the weights: its formula, validation, checkpoints."""
 
-import pytest
 import torch
 from helpers import assert_close, interrupt_after, losses, relative_rms, tiny_run
 
 from transformer_vq.training import loop
 from transformer_vq.training.checkpoint import load_model, newest_checkpoint
 from transformer_vq.training.run import resume, train
-from transformer_vq.training.sizes import sizes
 from transformer_vq.training.step import Trainer
 
 
@@ -84,13 +82,3 @@ def test_resume_with_an_average_is_exact(tmp_path, monkeypatch):
     assert all(got[name].equal(x) for name, x in want.items() if name.startswith("average/"))
     models = [load_model(run, "best")[0].state_dict() for run in runs]
     assert all(x.equal(models[1][name]) for name, x in models[0].items())
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "adafactor"])
-def test_sizes_include_the_average(tmp_path, optimizer):
-    options = {"optim": {"optimizer": optimizer}}
-    average = sizes(averaging(tmp_path, **options))
-    plain = sizes(averaging(tmp_path, **options, train={"weight_average": 0.0}))
-    assert plain.average_bytes == 0
-    assert average.average_bytes == 4 * average.parameters
-    assert average.train_bytes == plain.train_bytes + average.average_bytes

@@ -7,7 +7,6 @@ import torch
 from helpers import assert_close, interrupt_after, losses, tiny_run
 
 import transformer_vq
-from transformer_vq.config import FREE_FIELDS, NEUTRAL_FIELDS, RECORDED_FIELDS
 from transformer_vq.training.checkpoint import load_model, read_config
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.run import read_history, resume, train
@@ -31,11 +30,6 @@ def changed(run, **sections):
     return replace(config, **parts)
 
 
-def test_fields_are_neutral_or_recorded():
-    assert not NEUTRAL_FIELDS & RECORDED_FIELDS
-    assert FREE_FIELDS == NEUTRAL_FIELDS | RECORDED_FIELDS
-
-
 def test_a_new_learning_rate_applies_from_the_resumed_step_on_and_is_recorded(stopped):
     before = losses(stopped)
     assert resume(stopped, changed(stopped, optim={"lr": 5e-3})).finished
@@ -53,13 +47,10 @@ def test_a_new_learning_rate_applies_from_the_resumed_step_on_and_is_recorded(st
     assert len(read_history(stopped)) == 4  # a finished run is left unchanged
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_another_number_of_micro_batches_gives_the_same_losses_up_to_rounding(
-    stopped, tmp_path, accumulate
-):
+def test_another_number_of_micro_batches_gives_the_same_losses_up_to_rounding(stopped, tmp_path):
     train(read_config(stopped), tmp_path / "uninterrupted")
-    resume(stopped, changed(stopped, train={"accumulate": accumulate}))
-    assert read_config(stopped).train.accumulate == accumulate
+    resume(stopped, changed(stopped, train={"accumulate": 4}))
+    assert read_config(stopped).train.accumulate == 4
     got, want = losses(stopped), losses(tmp_path / "uninterrupted")
     assert [row[:2] for row in got] == [row[:2] for row in want]
     assert [row[2] for row in got] == pytest.approx([row[2] for row in want], rel=1e-5)
@@ -98,17 +89,6 @@ def test_the_precision_changes_within_a_sequence(stopped, tmp_path, monkeypatch)
     assert values == [{"train.precision": ["fp32", "bf16"]}, {"train.precision": ["bf16", "fp32"]}]
 
 
-def test_weight_decay_and_clipping_change(stopped, tmp_path):
-    """A weight decay near 1 shows in the weights at once."""
-    new = changed(stopped, optim={"weight_decay": 0.5, "grad_clip": None})
-    resume(stopped, new)
-    train(replace(new, optim=replace(new.optim, weight_decay=1e-3)), tmp_path / "other")
-    norms = [
-        load_model(run, "last")[0].embed.weight.norm() for run in (stopped, tmp_path / "other")
-    ]
-    assert norms[0] < norms[1] / 10
-
-
 def test_history_describes_each_event(stopped, monkeypatch):
     monkeypatch.setattr("sys.argv", ["/bin/tvq", "resume", "my run"])
     resume(stopped)
@@ -128,7 +108,3 @@ def test_history_survives_a_corrupt_or_unfinished_line(stopped, capsys):
     resume(stopped)
     assert [row["event"] for row in read_history(stopped)] == ["stop", "resume", "finish"]
     assert "history.jsonl: skipped 1 of 2 lines" in capsys.readouterr().err
-
-
-def test_a_run_without_history_has_an_empty_one(tmp_path):
-    assert read_history(tmp_path) == []

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 from helpers import interrupt_after, tiny_run
 
-from transformer_vq.files import write_json
+from transformer_vq.sizes import sizes
 from transformer_vq.training.checkpoint import locked
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.run import train
 from transformer_vq.training.run_list import dataset_name, find_runs, is_running, summarize
-from transformer_vq.training.sizes import sizes
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +77,6 @@ def test_unfinished_and_corrupt_lines_of_metrics_are_skipped(run):
     assert summarize(run).best_bits_per_byte == before.best_bits_per_byte
 
 
-def test_damaged_model_files_leave_the_number_of_parameters_unknown(run):
-    for path in run.rglob("model.safetensors"):
-        path.write_bytes(b"\xff" * 20)
-    assert summarize(run).parameters is None
-
-
 def test_runs_are_found_in_subfolders_but_not_in_runs(tmp_path):
     for name in ("a", "b/c/d/e", "a/inside", ".hidden/f", "1/2/3/4/5"):
         (tmp_path / name / "checkpoints").mkdir(parents=True)
@@ -102,17 +95,12 @@ def test_datasets_are_named_by_their_first_path(tmp_path):
     assert dataset_name(replace(config, data=replace(data, path=()))) == "text"
 
 
-def test_settings_of_other_versions_are_corrupt_not_an_exception(run):
-    write_json(run / "config.json", {"format": 1, "model": {"old": 3}})
-    assert summarize(run).status == "corrupt"
-
-
 def test_summaries_do_not_need_torch(run):
     program = f"""
 import sys
 from pathlib import Path
 from transformer_vq.training.run_list import summarize
 assert summarize(Path({str(run)!r})).status == "finished"
-assert not {{"torch", "numpy"}} & sys.modules.keys()
+assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -5,13 +5,11 @@ Every run is a forked child that sends the signal to itself from a hook at one e
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,7 +37,6 @@ from transformer_vq import TransformerVQ
 from transformer_vq.cli.main import main
 from transformer_vq.config import ModelConfig, OptimConfig, RunConfig
 from transformer_vq.files import read_tensors
-from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
 from transformer_vq.presets import PRESETS
 from transformer_vq.training.checkpoint import TrainingResult, checkpoint_steps, newest_checkpoint
 from transformer_vq.training.run import resume, train
@@ -47,32 +44,34 @@ from transformer_vq.training.run import resume, train
 TINY = PRESETS["tiny"]
 
 # A run of 10 steps. Sequences start at steps 0, 3, 6 and 9; the state is carried through all other
-# steps. Validations, of two windows, are at 2, 4, ...; checkpoints at 4, 8 and 10, of which one is
+# steps. Validations, of two spans, are at 2, 4, ...; checkpoints at 4, 8 and 10, of which one is
 # kept. Each moment has the step of the newest checkpoint if the run can still save, and if not.
 MOMENTS: dict[str, tuple[Moment, int, int]] = {
-    "step, first window of a sequence": (in_step(3), 4, 0),
-    "step, middle window": (in_step(4), 5, 4),
-    "step, last window": (in_step(5), 6, 4),
+    "step, middle span": (in_step(4), 5, 4),
+    "appending a train row": (in_append("train", 5), 5, 4),
+    "validation": (in_validation(5), 6, 4),
+    "best model, before the rename": (in_rename("best/model.safetensors", 3), 6, 4),
+    "checkpoint, before the rename": (in_rename("step-00000008"), 9, 4),
+    "step, first span of a sequence": (in_step(3), 4, 0),
+    "step, last span": (in_step(5), 6, 4),
     "step, between weights and codebooks": (before_codebooks(6), 7, 4),
     "last step": (in_step(9), 10, 8),
-    "validation": (in_validation(5), 6, 4),
     "last validation": (in_validation(9), 10, 8),
     "printing a validation": (in_print("step 6"), 6, 4),
-    "appending a train row": (in_append("train", 5), 5, 4),
     "appending a validation row": (in_append("validation", 6), 6, 4),
-    "best model, before the rename": (in_rename("best/model.safetensors", 3), 6, 4),
     "best model, after the rename": (in_rename("best/model.safetensors", 3, after=True), 6, 4),
     "checkpoint, before training.json": (before_training_json(8), 9, 4),
-    "checkpoint, before the rename": (in_rename("step-00000008"), 9, 4),
     "removal of an old checkpoint": (in_removal(4), 9, 8),
 }
+N_QUICK = 5
+"""Moments that the default test run covers, with one signal each."""
 
 
 class Runs:
     """A folder of runs with the same config, and one of them without an interruption."""
 
-    def __init__(self, folder: Path, p_drop: float) -> None:
-        dropout = {"p_dropsin": p_drop, "p_dropres": p_drop, "p_droplyr": p_drop}
+    def __init__(self, folder: Path) -> None:
+        dropout = {"p_dropsin": 0.2, "p_dropres": 0.2, "p_droplyr": 0.2}
         # Low decay, so that unused codes are revived within the few steps of these runs.
         sizes = {"d_model": 16, "n_layer": 1, "d_k": 8, "n_code": 24, "block_len": 8}
         self.config = RunConfig(
@@ -161,36 +160,25 @@ def newest_step(run: Path) -> int:
 
 
 @pytest.fixture(scope="module")
-def runs_by_dropout(tmp_path_factory):
-    """Return a function from the dropout probability to runs, created on first use."""
-    return cache(lambda p_drop: Runs(tmp_path_factory.mktemp("signals"), p_drop))
-
-
-@pytest.fixture
-def runs(runs_by_dropout):
-    return runs_by_dropout(0.2)
+def runs(tmp_path_factory):
+    return Runs(tmp_path_factory.mktemp("signals"))
 
 
 def cases() -> list:
-    """Return every signal at every moment, with and without dropout.
-
-    The default test run has, with dropout, a signal that saves and one that cannot at every
-    moment. Without dropout it has one signal at every third moment, in turn.
-    """
+    """Return a signal that saves and one that cannot at every moment, and the others in turn."""
     listed = []
     for n, moment in enumerate(MOMENTS):
-        in_turn = [] if n % 3 else [list(INTERRUPTIONS)[n // 3 % len(INTERRUPTIONS)]]
-        for p_drop, default in ((0.2, ["SIGTERM", "SIGKILL"]), (0.0, in_turn)):
-            for name in INTERRUPTIONS:
-                marks = () if name in default else pytest.mark.slow
-                case = f"{name}-{moment}-{'dropout' if p_drop else 'no dropout'}"
-                listed.append(pytest.param(p_drop, name, moment, marks=marks, id=case))
+        for m, name in enumerate(
+            ("SIGTERM", "SIGKILL", ("SIGINT", "SIGHUP", "Ctrl-C twice")[n % 3])
+        ):
+            marks = () if n < N_QUICK and m == n % 2 else pytest.mark.slow
+            listed.append(pytest.param(name, moment, marks=marks, id=f"{name}-{moment}"))
     return listed
 
 
-@pytest.mark.parametrize(("p_drop", "name", "moment"), cases())
-def test_resume_after_a_signal_is_exact(runs_by_dropout, tmp_path, p_drop, name, moment):
-    runs, run = runs_by_dropout(p_drop), tmp_path / "run"
+@pytest.mark.parametrize(("name", "moment"), cases())
+def test_resume_after_a_signal_is_exact(runs, tmp_path, name, moment):
+    run = tmp_path / "run"
     interruption, (hook, if_saved, if_not) = INTERRUPTIONS[name], MOMENTS[moment]
     ended = runs.train(run, sends(hook, interruption))
     assert ended.status == interruption.status, ended
@@ -206,13 +194,9 @@ TWICE = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "moments"),
-    [
-        *((name, "step") for name in INTERRUPTIONS),
-        *itertools.product(("SIGTERM", "SIGKILL"), ("validation", "checkpoint")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("moments", TWICE)
 def test_resume_after_two_interruptions_is_exact(runs, tmp_path, name, moments):
     run, interruption, (first, second) = tmp_path / "run", INTERRUPTIONS[name], TWICE[moments]
     assert runs.train(run, sends(first, interruption)).status == interruption.status
@@ -221,7 +205,10 @@ def test_resume_after_two_interruptions_is_exact(runs, tmp_path, name, moments):
     runs.assert_same(run)
 
 
-@pytest.mark.parametrize("name", INTERRUPTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "SIGINT")) for name in INTERRUPTIONS],
+)
 def test_command_line_exits_with_the_status_of_the_signal(runs, tmp_path, name):
     run, interruption = tmp_path / "run", INTERRUPTIONS[name]
     arguments = ["train", "tiny", "--out", str(run), *runs.options()]
@@ -234,7 +221,7 @@ def test_command_line_exits_with_the_status_of_the_signal(runs, tmp_path, name):
     runs.assert_same(run)
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
 def test_a_run_ignores_signals_that_were_ignored_before_it(runs, tmp_path, number):
     """As under nohup (SIGHUP) and in the background of a shell script (SIGINT)."""
     run = tmp_path / "run"
@@ -269,6 +256,7 @@ def test_a_closed_terminal_saves_the_run(runs, tmp_path):
     runs.assert_same(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
 @pytest.mark.parametrize("file", ["history.jsonl", "metrics.jsonl", "config.json"])
 def test_resume_after_an_interrupted_resume_is_exact(runs, tmp_path, file, name):
@@ -286,35 +274,3 @@ def test_train_can_be_repeated_after_a_kill_before_the_config_is_written(runs, t
     assert runs.train(run, hook).status == -9
     assert runs.train(run).status == 0
     runs.assert_same(run)
-
-
-def test_best_model_of_these_runs_is_not_the_last(runs):
-    """Otherwise the tests above would not show whether `resume` restores the best loss."""
-    validations = [
-        (loss, step) for kind, step, loss in losses(runs.uninterrupted) if kind != "train"
-    ]
-    assert min(validations)[1] == 6
-
-
-def test_these_runs_initialize_codebooks_from_keys_and_revive_codes(runs):
-    """Otherwise the tests above would not cover the candidates for codes."""
-    model = runs.config.model
-    assert (model.codebook_init, model.revive_below) == ("keys", 0.1)
-
-    def child() -> None:
-        update_codebook = VectorQuantizer.update_codebook
-
-        def count(self: VectorQuantizer, code_usage: CodeUsage) -> None:
-            was_started = bool(self.started)
-            update_codebook(self, code_usage)
-            if was_started:
-                print(int((self.c_count == 1).sum()), end=" ")
-
-        VectorQuantizer.update_codebook = count
-        train(runs.config, runs.folder / "counted")
-
-    ended = run_forked(child)
-    assert ended.status == 0, ended
-    counts = [int(n) for n in ended.out.split()]
-    assert len(counts) == 2 * (runs.config.train.steps - 1)  # a layer has two codebooks
-    assert sum(counts) > 0

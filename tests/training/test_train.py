@@ -4,18 +4,14 @@ import math
 import sys
 import types
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
-import torch
 from helpers import interrupt_after, losses, tiny_run
 
-from transformer_vq import TransformerVQ
 from transformer_vq.data.prepare import prepare
 from transformer_vq.errors import UserError
-from transformer_vq.training import loop
 from transformer_vq.training import run as runs
 from transformer_vq.training.checkpoint import (
     CheckpointError,
@@ -46,33 +42,6 @@ def test_train_writes_all_files_of_a_run(tmp_path):
     assert result.best_loss == min(valid)
     assert load_model(run)[1] == "best"
     assert [path.name for path in run.iterdir() if "partial" in path.name] == []
-
-
-def test_codebook_health_is_computed_only_for_logged_steps(tmp_path, monkeypatch):
-    steps, notes = [], []
-    health, train_step = loop._health, loop.TrainingLoop._train_step
-
-    def counted(result):
-        steps.append(len(notes) + 1)
-        return health(result)
-
-    def noted(self, log):
-        notes.append(train_step(self, log))
-        return notes[-1]
-
-    monkeypatch.setattr(loop, "_health", counted)
-    monkeypatch.setattr(loop.TrainingLoop, "_train_step", noted)
-    train(tiny_run(tmp_path, train={"log_every": 4}), tmp_path / "run")
-    assert steps == [4, 8]
-    shares = {
-        row["step"]: f"{row['share_in_use']:.0%} codes"
-        for row in read_metrics(tmp_path / "run")
-        if row["kind"] == "train"
-    }
-    # The note shows the last known value.
-    assert all("codes" not in note for note in notes[:3])
-    assert all(note.endswith(shares[4]) for note in notes[3:7])
-    assert all(note.endswith(shares[8]) for note in notes[7:])
 
 
 def test_train_rejects_a_folder_that_contains_a_run(tmp_path):
@@ -121,7 +90,7 @@ def test_tensorboard_receives_the_same_values(tmp_path):
 
 @pytest.mark.parametrize(("memory", "accumulate"), [(1 << 40, 1), (300_000, 4), (0, 4)])
 def test_accumulate_zero_divides_the_batch_until_it_fits(tmp_path, monkeypatch, memory, accumulate):
-    monkeypatch.setattr("transformer_vq.training.run.total_memory", lambda device: memory)
+    monkeypatch.setattr("transformer_vq.sizes.total_memory", lambda device: memory)
     monkeypatch.setattr(runs, "check_memory", lambda config, world: None)
     train(tiny_run(tmp_path, train={"steps": 1, "accumulate": 0}), tmp_path / "run")
     assert read_config(tmp_path / "run").train.accumulate == accumulate
@@ -132,34 +101,6 @@ def test_train_rejects_a_model_that_cannot_fit_into_memory(tmp_path):
     with pytest.raises(UserError, match=r"out of memory: .* TB|out of memory: .* GB"):
         train(huge, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_init_from_starts_with_the_weights_of_another_run(tmp_path):
-    config = tiny_run(tmp_path, train={"steps": 3})
-    train(config, tmp_path / "first")
-    second = replace(
-        config, train=replace(config.train, init_from=str(tmp_path / "first"), steps=1)
-    )
-    train(second, tmp_path / "second")
-    # The learning rate of the first step is zero, so only weight decay changes the weights.
-    first = load_model(tmp_path / "first")[0]
-    after = load_model(tmp_path / "second", "last")[0]
-    decayed = 1 - config.optim.weight_decay
-    assert torch.equal(after.embed.weight, first.embed.weight * decayed)
-    wrong = replace(second, model=replace(second.model, n_code=9))
-    with pytest.raises(CheckpointError, match=r"model\.n_code"):
-        train(wrong, tmp_path / "third")
-    assert not (tmp_path / "third").exists()
-
-
-def test_best_model_of_a_run_is_a_model_file(tmp_path):
-    config = tiny_run(tmp_path, train={"steps": 3})
-    train(config, tmp_path / "run")
-    model = TransformerVQ.load(tmp_path / "run" / "best" / "model.safetensors")
-    assert model.config == config.model
-    assert load_model(tmp_path / "run", "3")[1] == "step 3"
-    with pytest.raises(CheckpointError, match="no checkpoint '99'"):
-        load_model(tmp_path / "run", "99")
 
 
 class RecordingReporter:

@@ -48,8 +48,8 @@ def run(arguments: list[str]) -> int | None:
     from transformer_vq import demo
     from transformer_vq.device import keep_freed_memory
     from transformer_vq.files import write_json
+    from transformer_vq.plots import plot_run
     from transformer_vq.threads import share_cores
-    from transformer_vq.training.plots import plot_run
     from transformer_vq.training.run import train_or_resume
 
     keep_freed_memory()

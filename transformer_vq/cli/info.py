@@ -11,7 +11,7 @@ from transformer_vq.config import RunConfig
 from transformer_vq.progress import short
 
 if TYPE_CHECKING:
-    from transformer_vq.training.sizes import Sizes
+    from transformer_vq.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def run(arguments: list[str]) -> None:
     start = starting_point(arguments, "info")
     options = parse(InfoOptions, arguments, "info", InfoOptions(start.run))
 
-    from transformer_vq.training.sizes import sizes
+    from transformer_vq.sizes import sizes
 
     result = sizes(options.run)
     print(sizes_table(start.name, options.run, result))

@@ -48,7 +48,7 @@ def run(arguments: list[str]) -> None:
         out = Path(f"{runs[0].name}.png")
     check_can_write("--out", out, options.overwrite)
 
-    from transformer_vq.training.plots import compare_runs, plot_run
+    from transformer_vq.plots import compare_runs, plot_run
 
     if is_comparison:
         assert out is not None

@@ -27,9 +27,9 @@ def run(arguments: list[str]) -> int:
     options = parse(TrainOptions, arguments, "train", TrainOptions(start.run))
 
     from transformer_vq.device import keep_freed_memory
+    from transformer_vq.sizes import memory_hint
     from transformer_vq.threads import share_cores
     from transformer_vq.training.run import train
-    from transformer_vq.training.sizes import memory_hint
 
     keep_freed_memory()
     share_cores()

@@ -15,11 +15,11 @@ from transformer_vq.config import RunConfig
 from transformer_vq.files import CorruptFileError, read_json, read_object
 from transformer_vq.hf.configuration import FILE
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.plots import positions
 from transformer_vq.progress import warn
 from transformer_vq.training.checkpoint import read_config
 from transformer_vq.training.metrics import finite, read_metrics
 from transformer_vq.training.packaged import ABOUT, is_packaged
-from transformer_vq.training.plots import positions
 from transformer_vq.training.run_list import model_step
 
 SMALL = 100_000_000

@@ -19,14 +19,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from transformer_vq.config import FREE_FIELDS, RunConfig
+from transformer_vq.config import FREE_FIELDS, ModelConfig, RunConfig
 from transformer_vq.data.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from transformer_vq.errors import UserError
 from transformer_vq.files import (
@@ -38,6 +38,7 @@ from transformer_vq.files import (
     lock_folder,
     read_json,
     read_manifest,
+    read_object,
     read_tensors,
     remove_partial_files,
     write_json,
@@ -47,11 +48,17 @@ from transformer_vq.files import (
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import warn
 from transformer_vq.training.packaged import find_run
-from transformer_vq.training.run_list import newest_metadata
+from transformer_vq.training.run_list import (
+    BEST,
+    CHECKPOINTS,
+    CONFIG,
+    METADATA,
+    MODEL,
+    newest_metadata,
+)
 
-CONFIG, BEST = "config.json", "best"
 TOKENIZER_CONFIG = "tokenizer_config.json"  # of Hugging Face tokenizers
-MODEL, TENSORS, METADATA = "model.safetensors", "training.safetensors", "training.json"
+TENSORS = "training.safetensors"
 BEST_COPY = "best.safetensors"  # of pinned checkpoints
 FORMAT = 3  # version of run folders; increment when older ones can no longer be read
 
@@ -86,9 +93,9 @@ class Checkpoint:
         return RunConfig.from_dict(self.metadata["config"])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Progress:
-    """The progress of a run, as stored in its checkpoints."""
+    """The progress of a run, as stored in the metadata of its checkpoints."""
 
     step: int = 0
     """Number of completed steps."""
@@ -96,23 +103,15 @@ class Progress:
     """Step of the last validation; 0 before the first one."""
     logged_at: int = 0
     """Step of the last training row in metrics.jsonl; 0 before the first one."""
-    best_loss: float = math.inf
-    """Lowest validation loss, in nats per token."""
-    best_bits_per_byte: float = math.inf
-    """The same loss in bits per byte; infinite if the checkpoint does not contain it."""
+    best_loss: float | None = None
+    """Lowest validation loss, in nats per token; None before the first validation."""
+    best_bits_per_byte: float | None = None
+    """The same loss in bits per byte."""
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Progress:
         """Return the progress of a run at a checkpoint."""
-        metadata = checkpoint.metadata
-        best_loss, best_bits = metadata["best_loss"], metadata.get("best_bits_per_byte")
-        return cls(
-            checkpoint.step,
-            metadata["validated_at"],
-            metadata.get("logged_at", 0),
-            math.inf if best_loss is None else best_loss,
-            math.inf if best_bits is None else best_bits,
-        )
+        return cls(**{field.name: checkpoint.metadata[field.name] for field in fields(cls)})
 
     def is_finished(self, config: RunConfig) -> bool:
         """Return whether all steps of a run and its last validation are done."""
@@ -132,7 +131,7 @@ class TrainingResult:
     stopped_by: int | None
     """Number of the signal that stopped the run, on any rank; None if it finished."""
     best_loss: float
-    """Lowest validation loss since the start of the run, in nats per token."""
+    """Lowest validation loss since the start of the run, in nats per token; infinite without."""
     best_bits_per_byte: float = math.inf
     """The same loss in bits per byte; infinite before the first validation."""
 
@@ -156,19 +155,18 @@ def read_config(run: Path) -> RunConfig:
         raise CheckpointError(f"{run} is not a run folder (no {CONFIG})")
     fix = f"undo the edit or restore {CONFIG} from a copy"
     try:
-        values = read_json(path)
-        if not isinstance(values, dict) or not isinstance(values.get("model"), dict):
-            raise CorruptFileError(f"{path} is not the config of a run")
-        if values.get("format") != FORMAT:
-            fix = "train it again"
-            raise CorruptFileError(
-                f"{run} was written by another version of transformer_vq (format "
-                f"{values.get('format', 1)!r:.20}, this version reads {FORMAT})"
-            )
-        del values["format"]
-        return RunConfig.from_dict(values)
+        values = read_object(path)
     except CorruptFileError as error:
         raise CheckpointError(f"{error}; {fix}") from error
+    if not isinstance(values.get("model"), dict):
+        raise CheckpointError(f"{path} is not the config of a run; {fix}")
+    if (found := values.pop("format", 1)) != FORMAT:
+        raise CheckpointError(
+            f"{run} was written by another version of transformer_vq (format {found!r:.20}, this "
+            f"version reads {FORMAT}); train it again"
+        )
+    try:
+        return RunConfig.from_dict(values)
     except UserError as error:
         raise CheckpointError(f"{path}: {error}; {fix}") from error
 
@@ -220,19 +218,19 @@ def locked(run: Path) -> Iterator[None]:
     """
     error = CheckpointError(f"{run} is in use by another process; wait for it or stop it")
     with lock_folder(run, error):
-        for folder in (run, run / "checkpoints", run / BEST):
+        for folder in (run, run / CHECKPOINTS, run / BEST):
             remove_partial_files(folder)
         yield
 
 
 def checkpoint_folder(run: Path, step: int) -> Path:
     """Return the folder of the checkpoint of a step."""
-    return run / "checkpoints" / f"step-{step:08d}"
+    return run / CHECKPOINTS / f"step-{step:08d}"
 
 
 def checkpoint_steps(run: Path) -> list[int]:
     """Return the steps of all checkpoints in ascending order, including corrupt ones."""
-    names = [folder.name for folder in (run / "checkpoints").glob("step-*") if folder.is_dir()]
+    names = [folder.name for folder in (run / CHECKPOINTS).glob("step-*") if folder.is_dir()]
     return sorted(int(name[5:]) for name in names if name[5:].isdecimal())
 
 
@@ -254,11 +252,8 @@ def save_checkpoint(
         about = {"format": FORMAT, "step": checkpoint.step}
         write_json(partial / METADATA, checkpoint.metadata | about)
         write_manifest(partial)
-        # A corrupt checkpoint of the same step, for example after resuming from an older one.
-        if folder.is_dir() and not folder.is_symlink():
+        if folder.exists():  # a corrupt checkpoint, if the run was resumed from an older one
             shutil.rmtree(folder)
-        else:
-            folder.unlink(missing_ok=True)
     for step in [step for step in checkpoint_steps(run) if step != pinned][:-keep]:
         if step < checkpoint.step:
             shutil.rmtree(checkpoint_folder(run, step), ignore_errors=True)
@@ -370,17 +365,22 @@ def load_model(
 
 def _check_fits(run: Path, config: RunConfig, model: TransformerVQ, path: Path) -> None:
     """Raise CheckpointError if config.json describes another function than a saved model."""
-    own, wanted = asdict(model.config), asdict(config.model)
     named = [
-        f"model.{name} is {own[name]}, in the config {wanted[name]}"
-        for name in wanted
-        if name not in TRAINING_FIELDS and own[name] != wanted[name]
+        f"model.{name} is {own}, in the config {wanted}"
+        for name, own, wanted in differences(model.config, config.model)
+        if name not in TRAINING_FIELDS
     ]
     if named:
         raise CheckpointError(
             f"{path} does not fit {run / CONFIG}: {', '.join(named)}; undo the edit of the config, "
             "or restore the model"
         )
+
+
+def differences(one: ModelConfig, other: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """Return the fields that differ, with both values."""
+    values = asdict(other)
+    return [(name, x, values[name]) for name, x in asdict(one).items() if x != values[name]]
 
 
 class LoadedRun(NamedTuple):

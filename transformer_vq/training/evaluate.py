@@ -75,11 +75,12 @@ def evaluate(
         )
     if split is None:
         split = default_split(run)
-    model, which = load_model(run, checkpoint)
+    model, which = load_model(run, checkpoint, config)
     model.to(device)
-    with reporting(reporter):
-        corpus = prepare(_data_for(run, config.data, data, split), config.model.vocab_size)
-    if read_tokenizer(run).sha256 != corpus.tokenizer().sha256:
+    corpus = prepare(
+        _data_for(run, config.data, data, split), config.model.vocab_size, reporter=reporter
+    )
+    if read_tokenizer(run, config).sha256 != corpus.tokenizer().sha256:
         raise UserError(
             f"these data do not have the vocabulary of {name}; use --data.tokenizer {run}"
         )
@@ -99,7 +100,7 @@ def evaluate(
                 tokens,
                 protocol,
                 seq_len=seq_len,
-                window=min(train.backprop_len, 2048),
+                span=min(train.backprop_len, 2048),
                 batch_size=batch_size,
                 precision=precision,
                 max_tokens=max_tokens,
@@ -129,17 +130,12 @@ def _data_for(run: Path, own: DataConfig, other: DataConfig | None, split: str) 
         has_file = any((run / name).is_file() for name in TOKENIZER_FILES)
         data = replace(data, tokenizer=str(run) if has_file else "bytes")
     if data.path != own.path:  # the other files of the run do not belong to them
-        data = replace(
-            data,
-            validation_path=_unless_equal(data.validation_path, own.validation_path),
-            test_path=_unless_equal(data.test_path, own.test_path),
-        )
+        if data.validation_path == own.validation_path:
+            data = replace(data, validation_path=())
+        if data.test_path == own.test_path:
+            data = replace(data, test_path=())
     data = replace(data, end_of_document=own.end_of_document)
     return data if split != "all" else _without_splits(data)
-
-
-def _unless_equal(given: tuple[str, ...], own: tuple[str, ...]) -> tuple[str, ...]:
-    return () if given == own else given
 
 
 def _without_splits(data: DataConfig) -> DataConfig:

@@ -19,7 +19,7 @@ from transformer_vq.training.checkpoint import (
     load_checkpoint,
     newest_checkpoint,
 )
-from transformer_vq.training.optim import decay_start, learning_rate
+from transformer_vq.training.optim import learning_rate
 
 SCHEDULE_FIELDS = ("train.steps", "optim.decay_share")
 FLAG = "--allow-schedule-change"
@@ -84,7 +84,7 @@ def resume_step(
             f" -> {after}); use {FLAG} to stretch the cosine from here, or start a new run from "
             f"its weights (--train.init-from {run})"
         )
-    old, new = decay_start(stored), decay_start(config)
+    old, new = (c.optim.decay_start(c.train.steps) for c in (stored, config))
     if newest <= min(old, new):
         return newest
     if new < old:

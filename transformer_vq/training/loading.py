@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, fields, replace
+from dataclasses import fields
 from fnmatch import fnmatch
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from transformer_vq.config import ModelConfig, RunConfig
-from transformer_vq.data.corpus import Corpus
+from transformer_vq.config import DataConfig, ModelConfig, RunConfig
 from transformer_vq.data.hf_tokenizer import TEMPLATE_FILE
-from transformer_vq.data.tokenizers import (
-    TOKENIZER_FILES,
-    ByteTokenizer,
-    Tokenizer,
-    load_tokenizer,
-)
+from transformer_vq.data.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
 from transformer_vq.device import meta_device
 from transformer_vq.files import (
     MANIFEST,
@@ -31,21 +27,22 @@ from transformer_vq.files import (
     check_manifest,
     read_json,
     read_manifest,
+    read_object,
 )
 from transformer_vq.nn.model import TransformerVQ, check_tensors
 from transformer_vq.progress import warn
 from transformer_vq.training.checkpoint import (
-    CONFIG,
-    MODEL,
     TOKENIZER_CONFIG,
     TRAINING_FIELDS,
     CheckpointError,
+    differences,
     load_model,
     load_run,
     read_config,
     read_tokenizer,
 )
 from transformer_vq.training.packaged import find_run
+from transformer_vq.training.run_list import CONFIG, MODEL
 
 INDEX = f"{MODEL}.index.json"  # of exported folders
 MODEL_TYPE, ARCHITECTURE = "transformer_vq", "TransformerVQForCausalLM"
@@ -54,7 +51,7 @@ MODEL_TYPE, ARCHITECTURE = "transformer_vq", "TransformerVQForCausalLM"
 def has_images(path: str | os.PathLike[str]) -> bool:
     """Return whether a run was trained on images; an exported folder does not tell."""
     folder = find_run(path)
-    is_run = (folder / CONFIG).is_file() and not is_export(folder)
+    is_run = (folder / CONFIG).is_file() and _read_export(folder) is None
     return is_run and read_config(folder).data.has_images
 
 
@@ -81,56 +78,59 @@ def load_model_and_tokenizer(
     checkpoint: of a run folder. The model is in evaluation mode.
     """
     folder = find_run(path)
-    if not ((folder / CONFIG).is_file() and is_export(folder)):
+    values = _read_export(folder) if (folder / CONFIG).is_file() else None
+    if values is None:
         model, tokenizer, _ = load_run(folder, checkpoint)
         return model, tokenizer
-    has_end = read_json(folder / CONFIG).get("eos_token_id") is not None
-    return load_export(folder).eval(), load_tokenizer(folder, end_of_document=has_end)
+    has_end = values.get("eos_token_id") is not None
+    return _load_export(folder, values).eval(), load_tokenizer(folder, end_of_document=has_end)
 
 
-def is_export(folder: Path) -> bool:
-    """Return whether a folder is an export of ours; its config.json names the model type."""
-    if not folder.is_dir():
-        return False
-    values = read_json(folder / CONFIG)
-    kind = values.get("model_type") if isinstance(values, dict) else None
+def _read_export(folder: Path) -> dict[str, Any] | None:
+    """Return config.json of an exported folder, which names the model type; None of a run."""
+    values = read_object(folder / CONFIG)
+    kind = values.get("model_type")
     if kind not in (None, MODEL_TYPE):
         raise CheckpointError(
             f"{folder} is a model of type {kind!s:.40}; give one of type {MODEL_TYPE}"
         )
-    return kind is not None
+    return None if kind is None else values
 
 
-def exported_config(folder: Path) -> ModelConfig:
-    values = read_json(folder / CONFIG)
+def _exported_config(values: dict[str, Any]) -> ModelConfig:
     names = {f.name for f in fields(ModelConfig)}
     return ModelConfig.from_dict({name: x for name, x in values.items() if name in names})
 
 
-def load_export(folder: Path) -> TransformerVQ:
+def _load_export(folder: Path, values: dict[str, Any]) -> TransformerVQ:
     """Return the model of an exported folder; raises CheckpointError if a file is corrupt.
 
-    Folders that transformers saved are accepted as well, in any dtype and number of shards.
+    Folders that transformers saved are accepted as well, in any dtype and number of files.
     """
     check_export(folder)
-    _check_architecture(folder)
+    named = values.get("architectures") or [ARCHITECTURE]
+    if ARCHITECTURE not in named:
+        raise CheckpointError(
+            f"{folder} is a {named[0]!s:.60}; only {ARCHITECTURE} has an output head for text"
+        )
     names = [MODEL]
     # transformers reads the index only if the single file does not exist.
     if (folder / INDEX).is_file() and not (folder / MODEL).is_file():
-        names = sorted(set(read_json(folder / INDEX)["weight_map"].values()))
+        names = sorted(set(read_object(folder / INDEX)["weight_map"].values()))
     tensors: dict[str, Tensor] = {}
     for name in names:
         try:
             with safe_open(folder / name, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118
+                    x = file.get_tensor(key).clone()
                     name_here = key.removeprefix("model.").removeprefix("lm_")
-                    tensors[name_here] = file.get_tensor(key).clone()
+                    tensors[name_here] = x.float() if x.is_floating_point() else x
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{folder / name} is missing or corrupt ({error}); export the model again"
             ) from error
     with meta_device():
-        model = TransformerVQ(exported_config(folder))
+        model = TransformerVQ(_exported_config(values))
     wanted = model.state_dict()
     wrong = sorted(
         name
@@ -142,19 +142,9 @@ def load_export(folder: Path) -> TransformerVQ:
             f"{folder} does not contain the tensors of its config: {wrong[0]} and {len(wrong) - 1} "
             "more are missing, unknown or of another shape; export the model again"
         )
-    as_float = {n: x.float() if x.is_floating_point() else x for n, x in tensors.items()}
-    check_tensors(folder, as_float, model)
-    model.load_state_dict(as_float, assign=True)
+    check_tensors(folder, tensors, model)
+    model.load_state_dict(tensors, assign=True)
     return model
-
-
-def _check_architecture(folder: Path) -> None:
-    """Raise CheckpointError if transformers saved a model with another head."""
-    named = read_json(folder / CONFIG).get("architectures") or [ARCHITECTURE]
-    if ARCHITECTURE not in named:
-        raise CheckpointError(
-            f"{folder} is a {named[0]!s:.60}; only {ARCHITECTURE} has an output head for text"
-        )
 
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -183,119 +173,107 @@ def check_export(folder: object, *patterns: str) -> None:
         raise CheckpointError(message if fix in message else f"{message}; {fix}") from error
 
 
-def initial_model_config(init_from: str | os.PathLike[str]) -> ModelConfig:
-    """Return the model config of a run folder, model file or exported folder.
+class InitialModel:
+    """The model that fine-tuning starts from: a run folder, a model file or an exported folder.
 
-    Raises CheckpointError if it is none of them.
+    Raises CheckpointError if `init_from` is none of them.
     """
-    path = _existing(init_from)
-    if path.is_file():
-        return _config_of_file(path)
-    return exported_config(path) if is_export(path) else read_config(path).model
 
+    def __init__(self, init_from: str | os.PathLike[str]) -> None:
+        self.name = str(init_from)
+        self.path = find_run(Path(init_from).expanduser())
+        self._export: dict[str, Any] | None = None
+        self._run: RunConfig | None = None
+        if self.path.is_file():
+            self.config = _config_of_file(self.path)
+        elif not (self.path / CONFIG).is_file():
+            is_folder = self.path.is_dir()
+            what = "is not a run or exported folder (no config.json)" if is_folder else ""
+            raise CheckpointError(
+                f"--train.init-from {init_from} {what or 'does not exist'}; give a run folder, a "
+                "model file (.safetensors) or a folder written by `tvq export`"
+            )
+        else:
+            self._export = _read_export(self.path)
+            if self._export is None:
+                self._run = read_config(self.path)
+                self.config = self._run.model
+            else:
+                self.config = _exported_config(self._export)
 
-def with_initial_tokenizer(config: RunConfig) -> RunConfig:
-    """Return the config of a run with the tokenizer of `train.init_from`, if it names no other.
+    @property
+    def vocabulary(self) -> Path | None:
+        """The vocabulary file next to the model, if it has one."""
+        paths = [self.path / name for name in TOKENIZER_FILES]
+        return next((path for path in paths if path.is_file()), None)
 
-    Raises CheckpointError if the data will have other bytes than the model. Other vocabularies are
-    known only when the data are prepared; see `check_vocabulary`.
-    """
-    source = config.train.init_from
-    if source is None:
-        return config
-    path = next((p for n in TOKENIZER_FILES if (p := _existing(source) / n).is_file()), None)
-    if path is not None and config.data.tokenizer is None and not config.data.has_images:
-        return replace(config, data=replace(config.data, tokenizer=str(path)))
-    if config.data.tokenizer_name == "bytes":
-        _check_tokens(config, ByteTokenizer(config.data.ends_documents))
-    return config
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; None for a model file, which has none."""
+        if self.path.is_file():
+            return None
+        if self._run is None:
+            return load_tokenizer(self.path)
+        return read_tokenizer(self.path, self._run)
 
+    def load(self, config: ModelConfig) -> TransformerVQ:
+        """Return the model with other training settings, such as dropout."""
+        self.check_architecture(config)
+        if self._export is None:
+            loaded = load_model(self.path, config=self._run)[0]
+        else:
+            loaded = _load_export(self.path, self._export)
+        with meta_device():
+            model = TransformerVQ(config)
+        model.load_state_dict(loaded.state_dict(), assign=True)
+        return model
 
-def initial_model(config: RunConfig) -> TransformerVQ:
-    """Return a new model, or that of `train.init_from` with the training settings of `config`.
+    def check_architecture(self, wanted: ModelConfig) -> None:
+        """Raise CheckpointError if the model computes another function than `wanted`.
 
-    Raises CheckpointError if its architecture differs from that of `config`.
-    """
-    source = config.train.init_from
-    if source is None:
-        return TransformerVQ(config.model)
-    check_same_architecture(config)
-    path = _existing(source)
-    loaded = load_export(path) if is_export(path) else load_model(path)[0]
-    with meta_device():
-        model = TransformerVQ(config.model)
-    model.load_state_dict(loaded.state_dict(), assign=True)
-    return model
+        The vocabulary is checked by `check_tokens`.
+        """
+        ignored = TRAINING_FIELDS | {"vocab_size"}
+        if differing := [x for x in differences(self.config, wanted) if x[0] not in ignored]:
+            named = ", ".join(f"model.{n} ({given}, here {here})" for n, given, here in differing)
+            raise CheckpointError(
+                f"--train.init-from {self.name}: its model differs in {named}; change these "
+                "options to match"
+            )
 
-
-def check_same_architecture(config: RunConfig) -> None:
-    """Raise CheckpointError if the model of `train.init_from` computes another function.
-
-    The vocabulary is checked by `check_vocabulary`.
-    """
-    source = config.train.init_from
-    if source is None:
-        return
-    given, wanted = asdict(initial_model_config(source)), asdict(config.model)
-    ignored = TRAINING_FIELDS | {"vocab_size"}
-    if differing := [n for n in wanted if n not in ignored and given[n] != wanted[n]]:
-        named = ", ".join(f"model.{n} ({given[n]}, here {wanted[n]})" for n in differing)
+    def check_tokens(self, data: DataConfig, tokenizer: Tokenizer) -> None:
+        """Raise CheckpointError if the tokenizer of the data is not that of the model."""
+        own, n_tokens = self.tokenizer, self.config.vocab_size
+        is_same = own is None or own.sha256 == tokenizer.sha256
+        if n_tokens == tokenizer.vocab_size and is_same:
+            return
+        fix = "use the tokenizer that it was trained with (--data.tokenizer)"
+        has_bytes = own is None or own.sha256 is None
+        if data.tokenizer_name == "bytes" and has_bytes and n_tokens in (256, 257):
+            fix = f"use --data.{'no-' if n_tokens == 256 else ''}end-of-document"
+        elif own is not None and is_same:
+            fix = (
+                "its vocabulary was resized; save it again after "
+                f"model.resize_token_embeddings({tokenizer.vocab_size})"
+            )
+        elif not has_bytes:
+            fix = "leave out --data.tokenizer"
         raise CheckpointError(
-            f"--train.init-from {source}: its model differs in {named}; change these options to "
-            "match"
+            f"--train.init-from {self.name} has {n_tokens:,} tokens ({_named(own)}), but the data "
+            f"have {tokenizer.vocab_size:,} ({_named(tokenizer)}); {fix}"
         )
 
 
-def check_vocabulary(config: RunConfig, corpus: Corpus) -> None:
-    """Raise CheckpointError if the data have other tokens than the model of `train.init_from`."""
-    if config.train.init_from is not None:
-        _check_tokens(config, corpus.tokenizer())
+def initial_model_config(init_from: str | os.PathLike[str]) -> ModelConfig:
+    """Return the model config of a run folder, model file or exported folder."""
+    return InitialModel(init_from).config
 
 
-def _check_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Raise CheckpointError if this tokenizer of the data is not that of `train.init_from`."""
-    source = str(config.train.init_from)
-    path, n_tokens = _existing(source), initial_model_config(source).vocab_size
-    own = None if path.is_file() else _tokenizer(path)  # a model file has no tokenizer
-    if n_tokens == tokenizer.vocab_size and (own is None or own.sha256 == tokenizer.sha256):
-        return
-    fix = "use the tokenizer that it was trained with (--data.tokenizer)"
-    has_bytes = own is None or own.sha256 is None
-    if config.data.tokenizer_name == "bytes" and has_bytes and n_tokens in (256, 257):
-        fix = f"use --data.{'no-' if n_tokens == 256 else ''}end-of-document"
-    elif own is not None and own.sha256 == tokenizer.sha256:
-        fix = (
-            "its vocabulary was resized; save it again after "
-            f"model.resize_token_embeddings({tokenizer.vocab_size})"
-        )
-    elif own is not None and own.sha256 is not None:
-        fix = "leave out --data.tokenizer"
-    raise CheckpointError(
-        f"--train.init-from {source} has {n_tokens:,} tokens ({_name(own)}), but the data have "
-        f"{tokenizer.vocab_size:,} ({_name(tokenizer)}); {fix}"
-    )
-
-
-def _name(tokenizer: Tokenizer | None) -> str:
+def _named(tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return "unknown tokenizer"
     sha256 = tokenizer.sha256
     return "bytes" if sha256 is None else f"tokenizer {sha256[:12]}"
-
-
-def _tokenizer(folder: Path) -> Tokenizer:
-    return load_tokenizer(folder) if is_export(folder) else read_tokenizer(folder)
-
-
-def _existing(init_from: str | os.PathLike[str]) -> Path:
-    path = find_run(Path(init_from).expanduser())
-    if path.is_file() or (path / CONFIG).is_file():
-        return path
-    what = "is not a run or exported folder (no config.json)" if path.is_dir() else "does not exist"
-    raise CheckpointError(
-        f"--train.init-from {init_from} {what}; give a run folder, a model file (.safetensors) or "
-        "a folder written by `tvq export`"
-    )
 
 
 def _config_of_file(path: Path) -> ModelConfig:

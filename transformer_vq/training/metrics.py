@@ -1,35 +1,78 @@
-"""Metrics of a run: always metrics.jsonl, optionally TensorBoard and Weights & Biases.
+"""What a run records: metrics.jsonl and history.jsonl; TensorBoard and Weights & Biases on request.
 
-Rows of metrics.jsonl have a `kind` ("train" or "validation"), a `step` and a CRC-32.
+Rows of metrics.jsonl have a `kind` ("train" or "validation") and a `step`. RUN/history.jsonl has
+one row per start, resume, extension, finish or stop. Resuming never removes rows of the history, so
+it also shows which steps were trained again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformer_vq.config import RunConfig
 from transformer_vq.errors import missing_extra
+from transformer_vq.files import write_text
 from transformer_vq.progress import warn
-from transformer_vq.training.rows import line, read_rows, write_rows
 
-NAME = "metrics.jsonl"
+if TYPE_CHECKING:
+    from transformer_vq.parallel.world import World  # imports torch
+
+METRICS, HISTORY = "metrics.jsonl", "history.jsonl"
+Row = dict[str, Any]
+Event = Literal["start", "resume", "extend", "finish", "stop"]
 
 
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Return all valid rows of metrics.jsonl.
+def read_rows(path: Path, **types: type) -> list[Row]:
+    """Return all valid rows of a file of JSON lines; an empty list if it does not exist.
 
-    Warns about corrupt lines. An unfinished last line is skipped silently, because any crash can
-    cause one. Returns an empty list if the file does not exist.
+    types: of the values that a valid row has. Warns about corrupt lines. An unfinished last line is
+    skipped silently, because any crash can cause one.
     """
-    return read_rows(run / NAME, kind=str, step=int)
+    if not path.is_file():
+        return []
+    *lines, _ = path.read_bytes().split(b"\n")
+    rows = [_parse(line, types) for line in lines]
+    if corrupt := [number for number, row in enumerate(rows, start=1) if row is None]:
+        warn(
+            f"{path}: skipped {len(corrupt)} of {len(rows)} lines, which are corrupt (the first is "
+            f"line {corrupt[0]})"
+        )
+    return [row for row in rows if row is not None]
 
 
-def finite(rows: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+def write_rows(path: Path, rows: list[Row]) -> None:
+    """Write a file of JSON lines atomically."""
+    write_text(path, "".join(map(_line, rows)))
+
+
+def _line(row: Row) -> str:
+    return json.dumps(row) + "\n"
+
+
+def _parse(text: bytes, types: dict[str, type]) -> Row | None:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    is_valid = isinstance(row, dict) and all(type(row.get(k)) is t for k, t in types.items())
+    return row if is_valid else None
+
+
+def read_metrics(run: Path) -> list[Row]:
+    """Return all valid rows of metrics.jsonl; see `read_rows`."""
+    return read_rows(run / METRICS, kind=str, step=int)
+
+
+def finite(rows: list[Row], key: str) -> list[Row]:
     """Return the rows that have a finite number for a key."""
     return [
         row for row in rows if isinstance(row.get(key), (int, float)) and math.isfinite(row[key])
@@ -43,7 +86,7 @@ def rewind(run: Path, step: int, logged_at: int, validated_at: int) -> None:
     the last logged step and of the last validation before it.
     """
     last = {"train": step, "validation": validated_at}
-    rows = [row for row in read_metrics(run) if row["step"] <= last[row["kind"]]]
+    rows = [row for row in read_metrics(run) if row["step"] <= last.get(row["kind"], step)]
     found = {
         kind: max((row["step"] for row in rows if row["kind"] == kind), default=0) for kind in last
     }
@@ -54,19 +97,19 @@ def rewind(run: Path, step: int, logged_at: int, validated_at: int) -> None:
     if found["validation"] < validated_at:
         gaps.append(f"the validation of step {validated_at:,}")
     if gaps:
-        warn(f"{run / NAME} is incomplete: the rows of {' and '.join(gaps)} are missing")
-    write_rows(run / NAME, rows)
+        warn(f"{run / METRICS} is incomplete: the rows of {' and '.join(gaps)} are missing")
+    write_rows(run / METRICS, rows)
 
 
 class MetricsLog:
-    """Writer of a run's metrics.
+    """Writer of a run's metrics; close it at the end.
 
     step: number of completed steps. enabled: False on all ranks but rank 0, where nothing is
     written.
     """
 
-    def __init__(self, run: Path, config: RunConfig, step: int, enabled: bool = True) -> None:
-        self._path = run / NAME
+    def __init__(self, run: Path, config: RunConfig, step: int, enabled: bool) -> None:
+        self._path = run / METRICS
         self._failed = False
         self._enabled = enabled
         self._tensorboard = self._wandb = None
@@ -92,7 +135,7 @@ class MetricsLog:
         row = {"kind": kind, "step": step, **values}
         try:
             with open(self._path, "a") as file:
-                file.write(line(row))
+                file.write(_line(row))
         except OSError as error:
             if not self._failed:
                 warn(f"cannot write {self._path}: {error}")
@@ -110,18 +153,6 @@ class MetricsLog:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
-
-
-@contextmanager
-def metrics_log(
-    run: Path, config: RunConfig, step: int, enabled: bool = True
-) -> Iterator[MetricsLog]:
-    """Yield a `MetricsLog`, which is closed at the end."""
-    log = MetricsLog(run, config, step, enabled)
-    try:
-        yield log
-    finally:
-        log.close()
 
 
 def check_loggers(config: RunConfig) -> None:
@@ -146,3 +177,58 @@ def _wandb() -> Any:
     except ImportError:
         raise missing_extra("--train.wandb", "wandb") from None
     return wandb
+
+
+def read_history(run: str | os.PathLike[str]) -> list[Row]:
+    """Return the events of a run, oldest first; an empty list if none are recorded.
+
+    Each row has `time` (ISO 8601, UTC), `event` ("start", "resume", "extend", "finish" or "stop"),
+    `step` (completed steps), `changed` (config fields with the old and the new value), `version`,
+    `torch`, `device`, `processes` and `command` (None if Python code started the run).
+    """
+    return read_rows(Path(run) / HISTORY, event=str, step=int)
+
+
+def record(
+    run: Path,
+    event: Event,
+    step: int,
+    world: World,
+    changed: Mapping[str, tuple[Any, Any]] | None = None,
+) -> None:
+    """Append an event to the history; does nothing on other ranks than 0.
+
+    The file is replaced as a whole, so a crash cannot leave an unfinished line. If it cannot be
+    written, warn; training continues.
+    """
+    if not world.is_rank_zero:
+        return
+    import torch
+
+    from transformer_vq import __version__
+
+    row = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "event": event,
+        "step": step,
+        "changed": {name: list(values) for name, values in (changed or {}).items()},
+        "version": __version__,
+        "torch": str(torch.__version__),
+        "device": str(world.device),
+        "processes": world.mesh.n_processes,
+        "command": _command(),
+    }
+    try:
+        write_rows(run / HISTORY, [*read_history(run), row])
+    except OSError as error:
+        warn(f"cannot write {run / HISTORY}: {error}")
+
+
+def _command() -> str | None:
+    """Return the command line if the command `tvq` is running, else None."""
+    program = Path(sys.argv[0])
+    if program.name == "tvq":
+        return shlex.join(["tvq", *sys.argv[1:]])
+    if program.parts[-2:] == ("transformer_vq", "__main__.py"):
+        return shlex.join(["python", "-m", "transformer_vq", *sys.argv[1:]])
+    return None

@@ -1,9 +1,10 @@
 """Optimizers and learning rate schedule with the semantics of the paper's runs (Section C.2).
 
-They differ from the PyTorch classes in two ways. `torch.optim.AdamW` multiplies the weight decay by
-the learning rate; here the weight decay is constant. `torch.optim.Adafactor` caps the learning rate
-at 1 / sqrt(t) and factors every matrix; here the schedule is not capped, and only dimensions of at
-least 128 are factored.
+`torch.optim.AdamW` multiplies the weight decay by the learning rate; here the weight decay is
+constant. `torch.optim.Adafactor` caps the learning rate at 1 / sqrt(t) and factors every matrix;
+here the schedule is not capped, and only dimensions of at least 128 are factored.
+`torch.optim.Muon` orthogonalizes in bf16, which most CPUs emulate, and which rounds differently on
+every mesh; here the precision is that of the weights.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from transformer_vq.config import OptimConfig, RunConfig
-from transformer_vq.training.adamw import AdamW
-from transformer_vq.training.muon import Muon
+from transformer_vq.config import OptimConfig
 
 
 def learning_rate(config: OptimConfig, step: int, n_steps: int) -> float:
@@ -38,29 +37,21 @@ def learning_rate(config: OptimConfig, step: int, n_steps: int) -> float:
     return floor + (config.lr - floor) * (1 - math.sqrt(done)) if done else config.lr
 
 
-def decay_start(config: RunConfig) -> int:
-    """Return the number of steps before the learning rate of a run starts to decay."""
-    return config.optim.decay_start(config.train.steps)
-
-
 def make_optimizer(parameters: Mapping[str, Tensor], config: OptimConfig) -> torch.optim.Optimizer:
     """Return the optimizer of a model's named parameters; vectors and scalars are not decayed."""
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     matrices = {name: p for name, p in trained.items() if p.ndim > 1}
-    hidden: dict[str, Tensor] = {}
-    if config.optimizer == "muon":
-        hidden = {name: p for name, p in matrices.items() if _is_hidden(name)}
+    # Matrices that connect hidden features; embeddings and the head do not.
+    hidden = [p for name, p in matrices.items() if name.startswith("branches.")]
+    others = [p for name, p in matrices.items() if not name.startswith("branches.")]
+    if config.optimizer != "muon":
+        hidden, others = [], list(matrices.values())
+    vectors = [p for p in trained.values() if p.ndim <= 1]
+    decay = config.weight_decay
     groups: list[dict[str, Any]] = [
-        {
-            "params": [p for name, p in matrices.items() if name not in hidden],
-            "decay_per_step": config.weight_decay,
-        },
-        {"params": [p for p in trained.values() if p.ndim <= 1], "decay_per_step": 0.0},
-        {
-            "params": list(hidden.values()),
-            "decay_per_step": config.weight_decay,
-            "orthogonalize": True,
-        },
+        {"params": others, "decay_per_step": decay},
+        {"params": vectors, "decay_per_step": 0.0},
+        {"params": hidden, "decay_per_step": decay, "orthogonalize": True},
     ]
     groups = [group for group in groups if group["params"]]
     if config.optimizer == "adafactor":
@@ -69,9 +60,79 @@ def make_optimizer(parameters: Mapping[str, Tensor], config: OptimConfig) -> tor
     return kind(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
-def _is_hidden(name: str) -> bool:
-    """Return whether a matrix connects hidden features; embeddings and the head do not."""
-    return name.startswith("branches.")
+class AdamW(torch.optim.AdamW):
+    """AdamW whose weight decay does not depend on the learning rate.
+
+    Every step multiplies the weights of a parameter group by 1 - `decay_per_step`.
+    """
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        for group in self.param_groups:
+            with_grad = [p for p in group["params"] if p.grad is not None]
+            if group["decay_per_step"] and with_grad:
+                torch._foreach_mul_(with_grad, 1 - group["decay_per_step"])
+        loss: float | None = super().step(closure)
+        return loss
+
+
+class Muon(AdamW):
+    """Muon (Jordan et al., 2024) for parameter groups with `orthogonalize`, AdamW for the others.
+
+    Matrices are updated by the nearest semi-orthogonal matrix of their momentum. Updates are scaled
+    to the size of AdamW's, as in Liu et al. (2025), "Muon is Scalable for LLM Training", so one
+    learning rate and schedule serve both.
+    """
+
+    momentum = 0.95
+    adamw_rms = 0.2  # typical root mean square of an AdamW update, per unit of learning rate
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        held: list[tuple[Tensor, Tensor]] = []
+        for group in self.param_groups:
+            if not group.get("orthogonalize"):
+                continue
+            for p in group["params"]:
+                if p.grad is not None:
+                    held.append((p, p.grad))
+                    self._update(p, p.grad, self.state[p], group)
+                    p.grad = None  # AdamW skips it
+        super().step()
+        for p, grad in held:
+            p.grad = grad
+        return loss
+
+    def _update(
+        self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
+    ) -> None:
+        if not state:  # AdamW's load_state_dict expects a number of steps
+            state |= {"step": torch.tensor(0.0), "momentum": torch.zeros_like(p)}
+        state["step"] += 1
+        momentum: Tensor = state["momentum"]
+        momentum.lerp_(grad, 1 - self.momentum)
+        update = orthogonalize(torch.lerp(grad, momentum, self.momentum))  # Nesterov
+        p.mul_(1 - group["decay_per_step"])
+        p.sub_(update, alpha=group["lr"] * self.adamw_rms * max(p.shape) ** 0.5)
+
+
+def orthogonalize(x: Tensor) -> Tensor:
+    """Return approximately U V^T of the singular value decomposition U S V^T. x: [m, n].
+
+    Singular values end between about 0.7 and 1.2: the coefficients of the quintic iteration are
+    chosen for a steep slope at zero.
+    """
+    wide = x if x.shape[0] <= x.shape[1] else x.T
+    wide = wide / wide.norm().clamp(min=1e-30)
+    for _ in range(5):
+        gram = wide @ wide.T
+        wide = 3.4445 * wide + (-4.7750 * gram + 2.0315 * (gram @ gram)) @ wide
+    result: Tensor = wide if x.shape[0] <= x.shape[1] else wide.T
+    return result
 
 
 class Adafactor(torch.optim.Optimizer):

@@ -17,26 +17,21 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from transformer_vq.errors import UserError
-
-if TYPE_CHECKING:
-    from transformer_vq.config import RunConfig
+from transformer_vq.training.run_list import BEST, CONFIG, MODEL
 
 MODELS = Path(__file__).parents[1] / "models"
 ABOUT = "about.json"
 """The data and the license of a packaged model, which its config does not tell."""
-_CONFIG = "config.json"
 _POINTS = 200  # training rows that are kept in a packaged model
 
 
 def packaged_models() -> list[str]:
     """Return the names of the models in the package."""
-    return sorted(path.parent.name for path in MODELS.glob(f"*/{_CONFIG}"))
+    return sorted(path.parent.name for path in MODELS.glob(f"*/{CONFIG}"))
 
 
 def find_run(name: str | os.PathLike[str]) -> Path:
@@ -45,7 +40,7 @@ def find_run(name: str | os.PathLike[str]) -> Path:
     Anything that is not such a name is returned as it is, even if it does not exist.
     """
     path = Path(name)
-    if path.is_file() or (path / _CONFIG).is_file():
+    if path.is_file() or (path / CONFIG).is_file():
         return path
     return MODELS / path if os.fspath(name) in packaged_models() else path
 
@@ -69,27 +64,18 @@ def package_run(run: Path, folder: Path) -> None:
     import torch
 
     from transformer_vq.files import write_tensors
-    from transformer_vq.training.checkpoint import (
-        BEST,
-        MODEL,
-        load_model,
-        read_config,
-        read_tokenizer,
-        write_config,
-    )
-    from transformer_vq.training.metrics import NAME as METRICS
-    from transformer_vq.training.metrics import read_metrics
-    from transformer_vq.training.rows import write_rows
+    from transformer_vq.training.checkpoint import load_run, write_config
+    from transformer_vq.training.metrics import METRICS, read_metrics, write_rows
 
-    model, _ = load_model(run)
-    tokenizer = read_tokenizer(run)
+    model, tokenizer, config = load_run(run)
     (folder / BEST).mkdir(parents=True, exist_ok=True)
     tensors = {
         name: x.to(torch.bfloat16) if x.is_floating_point() else x
         for name, x in model.state_dict().items()
     }
     write_tensors(folder / BEST / MODEL, tensors, {"config": json.dumps(asdict(model.config))})
-    write_config(folder, _without_data(read_config(run)), tokenizer)
+    data = replace(config.data, path=(), validation_path=(), test_path=(), cache=None)
+    write_config(folder, replace(config, data=data), tokenizer)  # without local paths
     rows = read_metrics(run)
     train = [row for row in rows if row["kind"] == "train"]
     kept = {row["step"] for row in train[:: -max(1, len(train) // _POINTS)]}
@@ -98,21 +84,5 @@ def package_run(run: Path, folder: Path) -> None:
     )
 
 
-def _without_data(config: RunConfig) -> RunConfig:
-    """Return the config without the paths of its data, which users do not have."""
-    data = replace(config.data, path=(), validation_path=(), test_path=(), cache=None)
-    return replace(config, data=data)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Package the run that the command line names."""
-    if len(arguments) != 2:
-        sys.exit("usage: python -m transformer_vq.training.packaged RUN NAME")
-    folder = MODELS / arguments[1]
-    package_run(Path(arguments[0]), folder)
-    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"{folder}: {total:,} bytes")
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    package_run(Path(sys.argv[1]), MODELS / sys.argv[2])

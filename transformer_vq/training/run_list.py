@@ -6,9 +6,9 @@ import fcntl
 import json
 import math
 import os
-import struct
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -18,15 +18,15 @@ from safetensors import SafetensorError, safe_open
 from transformer_vq.config import RunConfig
 from transformer_vq.errors import UserError
 from transformer_vq.files import read_object
+from transformer_vq.training.metrics import METRICS
 
 Status = Literal["finished", "stopped", "running", "no checkpoint", "corrupt"]
 
 MAX_DEPTH = 4
-CONFIG, METRICS, CHECKPOINTS = "config.json", "metrics.jsonl", "checkpoints"
-MODEL = "model.safetensors"
+CONFIG, BEST, CHECKPOINTS = "config.json", "best", "checkpoints"  # in a run folder
+MODEL, METADATA = "model.safetensors", "training.json"  # in a checkpoint
 BUFFERS = ("c_sum", "c_count", "started")
 """Tensors of a model file that are not parameters, by the last part of their name."""
-MAX_HEADER = 2**26  # bytes; the header of a safetensors file is much smaller
 
 
 @dataclass(frozen=True)
@@ -75,20 +75,20 @@ def summarize(run: Path) -> RunSummary:
     """Return the state of a run; a damaged run has the status "corrupt"."""
     n_bytes, changed = _disk_use(run)
     try:
-        config = read_run_config(run)
+        config = _read_config(run)
         checkpoint = newest_metadata(run)
-        metrics = read_run_metrics(run)
+        logged, best = _read_log(run)
     except (UserError, OSError):
         return RunSummary(run, "corrupt", bytes=n_bytes, changed=changed)
     status, step = _status(run, config, checkpoint), checkpoint.get("step")
-    if status == "running":
-        step = metrics.step if metrics.step is not None else step
+    if status == "running" and logged is not None:
+        step = logged
     return RunSummary(
         path=run,
         status=status,
         step=step if isinstance(step, int) else None,
         steps=config.train.steps,
-        best_bits_per_byte=metrics.best_bits_per_byte,
+        best_bits_per_byte=best,
         parameters=_n_parameters(run),
         dataset=dataset_name(config),
         bytes=n_bytes,
@@ -96,7 +96,7 @@ def summarize(run: Path) -> RunSummary:
     )
 
 
-def read_run_config(run: Path) -> RunConfig:
+def _read_config(run: Path) -> RunConfig:
     """Return the config of a run, written by any version whose settings are still the same."""
     values = read_object(run / CONFIG)
     sections = {field.name for field in fields(RunConfig)}
@@ -109,7 +109,7 @@ def model_step(run: Path, checkpoint: str) -> int | None:
         step = checkpoint.removeprefix("step ")
         return int(step) if step.isdecimal() else None
     try:
-        with safe_open(run / "best" / MODEL, framework="numpy") as file:
+        with safe_open(run / BEST / MODEL, framework="numpy") as file:
             return int((file.metadata() or {})["step"])
     except (OSError, SafetensorError, LookupError, ValueError):
         return None
@@ -161,25 +161,17 @@ def newest_metadata(run: Path) -> dict[str, Any]:
     folders = sorted((run / CHECKPOINTS).glob("step-*"), reverse=True)
     for number, folder in enumerate(folders):
         try:
-            return read_object(folder / "training.json")
+            return read_object(folder / METADATA)
         except UserError:
             if number == len(folders) - 1:
                 raise
     return {}
 
 
-@dataclass(frozen=True)
-class LoggedMetrics:
-    """The last step and the lowest validation loss in metrics.jsonl."""
+def _read_log(run: Path) -> tuple[int | None, float | None]:
+    """Return the last logged step and the lowest validation loss; UserError if no row is valid.
 
-    step: int | None = None
-    best_bits_per_byte: float | None = None
-
-
-def read_run_metrics(run: Path) -> LoggedMetrics:
-    """Return the last step and the best validation; raise UserError if no line is valid.
-
-    The log may have millions of lines: only validations and the last lines are parsed.
+    The log may have millions of rows: only validations and the last rows are parsed.
     """
     best: float | None = None
     last: deque[bytes] = deque(maxlen=3)
@@ -190,38 +182,29 @@ def read_run_metrics(run: Path) -> LoggedMetrics:
                 if b'"validation"' in line and (bits := _number(line, "bits_per_byte")) is not None:
                     best = bits if best is None else min(best, bits)
     except FileNotFoundError:
-        return LoggedMetrics()
+        return None, None
     steps = [step for line in reversed(last) if (step := _number(line, "step")) is not None]
     if last and not steps and best is None:
         raise UserError(f"{run / METRICS} is corrupt")
-    return LoggedMetrics(int(steps[0]) if steps else None, best)
+    return (int(steps[0]) if steps else None), best
 
 
 def _number(line: bytes, key: str) -> float | None:
     """Return a finite number of a row; None if the row is corrupt or does not have it."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        value = json.loads(line)[key]
+        return value if math.isfinite(value) else None
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
-    value = row.get(key) if isinstance(row, dict) and "kind" in row else None
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return None
-    return value if math.isfinite(value) else None
 
 
 def _n_parameters(run: Path) -> int | None:
     """Return the number of parameters in the header of a model file; None if there is none."""
     newest = sorted((run / CHECKPOINTS).glob(f"step-*/{MODEL}"), reverse=True)
-    for path in (run / "best" / MODEL, *newest):
-        try:
-            with open(path, "rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(min(length, MAX_HEADER)))
-            header.pop("__metadata__", None)
-            sizes = {name: int(math.prod(about["shape"])) for name, about in header.items()}
-            return sum(n for name, n in sizes.items() if name.rpartition(".")[2] not in BUFFERS)
-        except (OSError, ValueError, struct.error, AttributeError, LookupError, TypeError):
-            continue
+    for path in (run / BEST / MODEL, *newest):
+        with suppress(OSError, SafetensorError), safe_open(path, framework="numpy") as file:
+            names = [name for name in file.keys() if name.rpartition(".")[2] not in BUFFERS]  # noqa: SIM118
+            return sum(int(math.prod(file.get_slice(x).get_shape())) for x in names)
     return None
 
 

@@ -11,20 +11,28 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.device import has_fast_bf16, matmul_precision
-from transformer_vq.nn.model import ModelState, TransformerVQ
+from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import CodeUsage, NotFiniteError, add_usages
 from transformer_vq.ops import triton
 from transformer_vq.parallel.strategy import ParallelStrategy
 from transformer_vq.parallel.world import World
 from transformer_vq.progress import warn
-from transformer_vq.training.average import WeightAverage
-from transformer_vq.training.loss import token_loss
 from transformer_vq.training.optim import learning_rate, make_optimizer
+
+
+def token_loss(output: ModelOutput, batch: Batch) -> Tensor:
+    """Return the summed cross-entropy of all valid targets, in nats (float32)."""
+    losses = F.cross_entropy(
+        output.logits.flatten(0, 1), batch.targets.flatten(), reduction="none"
+    ).view_as(batch.targets)
+    return losses.sum() if batch.valid is None else (losses * batch.valid).sum()
 
 
 class NotFiniteStepError(NotFiniteError):
@@ -111,10 +119,13 @@ class Trainer:
         )
         self.strategy = ParallelStrategy(self.model, config, self.world)
         self.optimizer = make_optimizer(self.strategy.parameters, config.optim)
-        self.average: WeightAverage | None = None
-        """None if `train.weight_average` is 0."""
+        self.average: dict[str, Tensor] = {}
+        """Moving average of each parameter, sharded like it; empty if there is no average.
+
+        Codebooks are moving averages already, so an averaged model uses the current ones."""
         if config.train.weight_average:
-            self.average = WeightAverage(self.strategy, config.train.weight_average)
+            parameters = self.strategy.parameters.items()
+            self.average = {name: p.detach().clone() for name, p in parameters}
         self.checks_each_step = device.type == "cpu"
         """Whether `step` checks the losses; on a GPU this would wait, so `check_finite` does."""
         self._unchecked: list[StepLosses] = []
@@ -124,10 +135,10 @@ class Trainer:
             warn(f"{device} emulates bf16; --train.precision fp32 is several times faster")
 
     def step(self, batch: Batch, step: int, begins: bool, ends: bool = False) -> StepResult:
-        """Take one optimizer step on the windows of `batch`.
+        """Take one optimizer step on one span of the sequences of `batch`.
 
         batch: that of all ranks; each rank processes its part. step: number of steps already taken.
-        begins, ends: whether the windows are the first and the last of their sequences.
+        begins, ends: whether the spans are the first and the last of their sequences.
         On a CPU, raises NotFiniteError, before any weight changes, if the loss or a gradient is not
         finite. On a GPU, call `check_finite` from time to time, and before anything is saved.
         """
@@ -163,8 +174,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-        if self.average is not None:
-            self.average.update(step)
+        self._update_average(step)
         usages = self.strategy.sum_usages(usages or ())
         self.model.update_codebooks(usages)
         if ends:
@@ -203,17 +213,34 @@ class Trainer:
         if self.world.any(not torch.stack(finite).all()):
             raise NotFiniteStepError(step, "its update gave weights that are NaN or inf")
 
+    def _update_average(self, step: int) -> None:
+        """Include the new weights; in early steps with a larger share, to forget initial ones."""
+        if self.average:
+            # Not `AveragedModel`, whose count of updates makes the host wait for a GPU.
+            decay = min(self.config.train.weight_average, (1 + step) / (10 + step))
+            weights = [p.detach() for p in self.strategy.parameters.values()]
+            get_ema_multi_avg_fn(decay)(list(self.average.values()), weights, step)
+
     @contextmanager
     def averaged_model(self) -> Iterator[TransformerVQ]:
         """Yield the model to validate and keep: with averaged weights if there is an average.
 
-        The weights of the model are exchanged in place during the body.
+        The weights are exchanged in place, so `self.model` has the average during the body.
         """
-        if self.average is None:
+        self._exchange_average()
+        try:
             yield self.model
-        else:
-            with self.average.in_model():
-                yield self.model
+        finally:
+            self._exchange_average()
+
+    @torch.no_grad()
+    def _exchange_average(self) -> None:
+        for name, average in self.average.items():
+            p = self.strategy.parameters[name]
+            current = p.detach().clone()
+            p.copy_(average)
+            average.copy_(current)
+        self.strategy.release_gathered()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all that an exact resume needs besides the model.
@@ -229,8 +256,8 @@ class Trainer:
         for name, p in self.strategy.parameters.items():
             for key, value in self.optimizer.state.get(p, {}).items():
                 found[f"optimizer/{name}/{key}"] = self.strategy.gather(torch.as_tensor(value))
-        if self.average is not None:
-            found |= self.average.tensors()
+        for name, average in self.average.items():
+            found[f"average/{name}"] = self.strategy.gather(average)
         for i, state in enumerate(self.carried):
             found |= self.strategy.gather_state(state, f"state{i}")
         return found
@@ -249,8 +276,8 @@ class Trainer:
                     moments[key] = int(x)  # Adafactor counts steps in integers
             if moments:
                 self.optimizer.state[p] = moments
-        if self.average is not None:
-            self.average.load_tensors(tensors)
+        for name, average in self.average.items():
+            average.copy_(self.strategy.shard_like(tensors[f"average/{name}"], average))
         n_parts = self.config.train.accumulate
         states = split_states(tensors, n_parts)
         self.carried = [

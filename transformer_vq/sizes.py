@@ -1,20 +1,47 @@
-"""Sizes of a run, calculated from its config: parameters, FLOPs per token, state and memory."""
+"""Sizes of a run, calculated from its config: parameters, FLOPs per token, state and memory.
+
+Also what follows from them: how many micro-batches fit in memory, and the share of the peak rate of
+the devices that a run reaches (model FLOP utilization, MFU).
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass, replace
 
 import torch
 
-from transformer_vq.config import ModelConfig, RunConfig
-from transformer_vq.device import find_device, has_fast_bf16, meta_device
+from transformer_vq.config import ModelConfig, Precision, RunConfig
+from transformer_vq.device import find_device, has_fast_bf16, meta_device, total_memory
 from transformer_vq.errors import UserError
 from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.parallel.strategy import check_mesh
 from transformer_vq.parallel.tensor_parallel import shard_heads, sharded_axes
+from transformer_vq.parallel.world import World
+from transformer_vq.progress import warn
 
 FLOAT_BYTES = 4  # of a float32
+USABLE_MEMORY = 0.7  # fraction of a device's memory that `choose_accumulation` plans with
+
+# Peak rates in TFLOP/s for bf16, TF32 and fp32: the vendors' figures for dense matrix products with
+# float32 accumulation. By the complete name of the GPU, as PyTorch reports it, without the vendor:
+# laptop GPUs and parts of a GPU (MIG) have other rates.
+PEAKS = {
+    r"A100([ -].*GB.*)?": (312, 156, 19.5),
+    r"H100( .*HBM.*)?|H200": (989, 495, 67),
+    r"H100 PCIe": (756, 378, 51),
+    r"H100 NVL|H200 NVL": (835, 418, 60),
+    r"B200": (2250, 1125, 75),
+    r"L4": (121, 60, 30.3),
+    r"L40S": (362, 183, 91.6),
+    r"A10": (125, 62.5, 31.2),
+    r"GeForce RTX 3090": (71, 35.6, 35.6),
+    r"GeForce RTX 4090": (165, 82.6, 82.6),
+    r"GeForce RTX 5090": (210, 105, 105),
+    r"Instinct MI300X( .*)?": (1307, 654, 163),
+}
 
 
 @dataclass(frozen=True)
@@ -112,7 +139,8 @@ def memory_hint(config: RunConfig) -> str:
             advice[0] += " or raise --train.accumulate"
     if not train.checkpoint_activations:
         advice.append("use --train.checkpoint-activations")
-    if train.precision == "fp32" and _has_fast_bf16(train.device):
+    device = _device(train.device)
+    if train.precision == "fp32" and device is not None and has_fast_bf16(device):
         advice.append("use --train.precision bf16")
     smaller = ["--train.seq-len"] if model.attention == "full" else []
     if train.backprop_len > model.block_len:
@@ -121,17 +149,69 @@ def memory_hint(config: RunConfig) -> str:
     return ", or ".join(filter(None, [", ".join(advice[:-1]), advice[-1]]))
 
 
-def _has_fast_bf16(device: str) -> bool:
-    found = _device(device)
-    return found is not None and has_fast_bf16(found)
-
-
 def _device(name: str) -> torch.device | None:
     """Return the device of a run, or None if it does not exist."""
     try:
         return find_device(name)
     except UserError:  # reported when the run starts
         return None
+
+
+def choose_accumulation(config: RunConfig, world: World) -> RunConfig:
+    """Return the config with the fewest micro-batches that fit in the memory of each process.
+
+    A config with a fixed `train.accumulate` (not 0) is returned unchanged.
+    """
+    if config.train.accumulate:
+        return config
+    memory = total_memory(world.device)
+    if world.device.type == "cpu":  # the processes of a machine share its memory
+        memory //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    n_rows = config.train.batch_size // world.mesh.n_rows
+    for accumulate in (n for n in range(1, n_rows + 1) if n_rows % n == 0):
+        chosen = replace(config, train=replace(config.train, accumulate=accumulate))
+        needed = sizes(replace(chosen, parallel=world.mesh)).train_bytes
+        if world.smallest(needed <= USABLE_MEMORY * memory):
+            break
+    else:
+        warn(f"one sequence at a time may not fit in memory; {memory_hint(chosen)}")
+    return chosen
+
+
+def check_memory(config: RunConfig, world: World) -> None:
+    """Raise UserError if not even the weights, gradients and optimizer fit in memory."""
+    needed = sizes(replace(config, parallel=world.mesh)).fixed_bytes
+    total = total_memory(world.device)
+    if needed > total:
+        raise UserError(
+            f"out of memory: weights, gradients and optimizer take {needed / 1e9:,.1f} GB, this "
+            f"device has {total / 1e9:,.1f} GB; {memory_hint(config)}"
+        )
+
+
+def peak_rate(name: str, precision: Precision, tf32: bool = False) -> float | None:
+    """Return the peak FLOPs per second of a GPU, or None if it is not known.
+
+    name: as `torch.cuda.get_device_name` returns it. tf32: whether fp32 products use TF32.
+    """
+    name = re.sub(r"^(NVIDIA|AMD) ", "", name)
+    for pattern, (bf16, with_tf32, fp32) in PEAKS.items():
+        if re.fullmatch(pattern, name) and " MIG " not in name:
+            return 1e12 * (bf16 if precision == "bf16" else with_tf32 if tf32 else fp32)
+    return None
+
+
+def mfu_per_token(config: RunConfig, world: World) -> float | None:
+    """Return the MFU of one token per second on all devices; None if the peak is unknown."""
+    if world.device.type != "cuda":
+        return None
+    tf32 = torch.get_float32_matmul_precision() != "highest"
+    name = torch.cuda.get_device_name(world.device)
+    peak = peak_rate(name, config.train.precision, tf32)
+    if peak is None:
+        return None
+    flops = 3 * flops_per_token(config.model, config.train.seq_len)
+    return flops / (peak * world.mesh.n_processes)
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
@@ -181,11 +261,11 @@ def _state_bytes(config: ModelConfig, seq_len: int, n_bytes: int = FLOAT_BYTES, 
 def _activation_bytes(config: RunConfig, n_segments: int) -> int:
     """Return the peak memory of the backward pass of one micro-batch, without weights.
 
-    It includes the tensors saved by autograd, the states before and after the window, the logits,
+    It includes the tensors saved by autograd, the states before and after the span, the logits,
     and the gradients of one branch's scores and values. It excludes the positional embeddings,
     which have no batch dimension, and memory that the allocator reserves without using it.
 
-    n_segments: segments of a window in an attention branch. Activation checkpointing keeps the
+    n_segments: segments of a span in an attention branch. Activation checkpointing keeps the
     state before each segment, and recomputes one segment at a time.
     """
     model, train, mesh = config.model, config.train, config.parallel
@@ -240,7 +320,7 @@ def _micro_batch(config: RunConfig) -> int:
 
 
 def _n_segments(model: TransformerVQ, config: RunConfig) -> int:
-    """Return the number of segments in which an attention branch processes a window."""
+    """Return the number of segments in which an attention branch processes a span."""
     train, attention = config.train, model.branches[0]
     if not isinstance(attention, VQAttention) or config.parallel.cp > 1:
         return 1

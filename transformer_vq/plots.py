@@ -4,16 +4,62 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from transformer_vq.errors import UserError
-from transformer_vq.files import CorruptFileError, read_object
+from transformer_vq.errors import UserError, missing_extra
+from transformer_vq.files import CorruptFileError, atomic_write, read_object
 from transformer_vq.progress import short
 from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.plot_style import COLORS, MUTED, label_end, new_figure, note, thousands
 from transformer_vq.training.run_list import checkpoint_label
+
+INK, MUTED, LINE, GRID = "#1f2328", "#57606a", "#8c959f", "#e4e8ec"
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, ROSE = (
+    *("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#3f9bd1", "#3b4048", "#e0709a"),
+)
+COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, ROSE)
+"""Colors that remain distinguishable with color blindness, in the order of their use."""
+
+WIDTH = 8.0
+"""Width of every figure in inches: 1,200 pixels, readable if shown 700 pixels wide."""
+DPI = 150
+END_LABEL = "end label"
+"""Mark of the labels at line ends, which are moved apart."""
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10.5,
+    "text.color": INK,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "figure.constrained_layout.w_pad": 0.12,
+    "figure.constrained_layout.h_pad": 0.1,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlepad": 10,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": LINE,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+    "lines.linewidth": 2,
+    "lines.markersize": 6,
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+    "legend.handlelength": 3,
+}
 
 MIN_TOKENS = 100
 """Fewest tokens for which the mean loss of a position is drawn."""
@@ -21,8 +67,10 @@ CUT = 1.25
 """The loss axis ends at this multiple of the highest validation loss."""
 LINES = ("-", (0, (4, 2)), "-.", ":")
 """Line styles of several runs; a line remains visible where another one covers it."""
+Rows = list[dict[str, Any]]
+"""Rows of metrics.jsonl."""
 XAxis = Literal["step", "tokens", "time"]
-X_LABELS = {"step": "training step", "tokens": "tokens"}
+X_LABELS = {"step": "training step", "tokens": "tokens", "time": "hours"}
 MAX_NAME = 24
 """Longest label of a run, in characters."""
 HEALTH = {"share_in_use": ("codes in use", "-"), "relative_error": ("quantization error", "--")}
@@ -56,7 +104,7 @@ def plot_run(run: str | os.PathLike[str], out: str | os.PathLike[str] | None = N
     return written
 
 
-def plot_curves(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def plot_curves(runs: dict[str, Rows], path: Path) -> None:
     """Plot the loss and the codebook health of several runs.
 
     runs: rows of metrics.jsonl by the name of the run.
@@ -95,48 +143,37 @@ def compare_runs(paths: Sequence[Path], out: Path, x: XAxis = "step") -> None:
     plot_comparison(runs, out, x)
 
 
-def plot_comparison(runs: dict[str, list[dict[str, Any]]], path: Path, x: XAxis = "step") -> None:
+def plot_comparison(runs: dict[str, Rows], path: Path, x: XAxis = "step") -> None:
     """Plot the loss of several runs against steps, tokens or time; labels are on the right.
 
     runs: rows of metrics.jsonl by the name of the run.
     """
-    places = {name: positions(rows, x) for name, rows in runs.items()}
-    unit, label = _time_unit(places) if x == "time" else (1.0, X_LABELS[x])
-    end = max(max(xs) for xs in places.values()) / unit
+    unit = 3600.0 if x == "time" else 1.0
+    places = {name: [n / unit for n in positions(rows, x)] for name, rows in runs.items()}
+    end = max(max(xs) for xs in places.values())
     height = max(4.2, 1.2 + 0.27 * len(runs))
     with new_figure(path, height=height) as (figure, (axes,)):
         for number, (name, rows) in enumerate(runs.items()):
             color = COLORS[number % len(COLORS)]
             style = {"color": color, "linestyle": LINES[number // len(COLORS) % len(LINES)]}
-            xs = [place / unit for place in places[name]]
-            lines = {
-                kind: [
-                    (place, row["bits_per_byte"])
-                    for place, row in zip(xs, rows, strict=True)
-                    if row["kind"] == kind
-                ]
-                for kind in ("train", "validation")
-            }
-            train = _columns(lines["train"])
-            axes.plot(train[0], smooth(train[1]), color=color, alpha=0.35, lw=1)
-            line = _columns(lines["validation"])
+            train, line = (_line(rows, places[name], kind) for kind in ("train", "validation"))
+            train = train[0], smooth(train[1])
+            axes.plot(*train, color=color, alpha=0.35, lw=1)
             if line[0]:
                 axes.plot(*line, **style, marker="o", ms=4 if len(line[0]) < 40 else 0)
             else:
-                line = train[0], smooth(train[1])
+                line = train
             last = line[1][-1]
             axes.plot([line[0][-1], end], [last] * 2, color=color, ls=":", lw=1, alpha=0.7)
             label_end(axes, ([end], [last]), f"{_shortened(name)}  {last:.3f}", color)
         axes.set_title("Loss (bits per byte)")
-        axes.set_xlabel(label)
+        axes.set_xlabel(X_LABELS[x])
         axes.xaxis.set_major_formatter(thousands if x != "tokens" else lambda n, _: short(n))
         axes.margins(x=0.02)
-        halves = {name: _second_half(rows) for name, rows in runs.items()}
-        remark = _zoom_to_validation(axes, halves)
-        note(figure, f"Thin line: training loss, smoothed.{remark}")
+        note(figure, "Thin line: training loss, smoothed." + _zoom_to_validation(axes, runs))
 
 
-def positions(rows: list[dict[str, Any]], x: XAxis) -> list[float]:
+def positions(rows: Rows, x: XAxis) -> list[float]:
     """Return where each row of metrics.jsonl is on the x axis.
 
     step: completed steps. tokens: tokens trained on. time: seconds of training and validation; the
@@ -156,63 +193,51 @@ def positions(rows: list[dict[str, Any]], x: XAxis) -> list[float]:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """Return a name per run: that of its folder, with parent folders where it is not unique."""
-    parts = [path.absolute().parts for path in paths]
-    names = []
-    for own in parts:
-        n = 1
-        while n < len(own) and sum(other[-n:] == own[-n:] for other in parts) > 1:
-            n += 1
-        names.append("/".join(own[-n:]) if n < len(own) else str(Path(*own)))
-    if len(set(names)) < len(names):
+    """Return a name per run: that of its folder, or its path if several folders have that name."""
+    absolute = [path.absolute() for path in paths]
+    if len(set(absolute)) < len(absolute):
         raise UserError("a run is given twice; give every run once")
-    return names
+    names = [path.name for path in absolute]
+    return [path.name if names.count(path.name) == 1 else str(path) for path in absolute]
 
 
-def _second_half(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the later half of the validations, which runs are compared by."""
-    found = [row for row in rows if row["kind"] == "validation"]
-    return found[len(found) // 2 :]
-
-
-def _columns(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
-
-
-def _time_unit(places: dict[str, list[float]]) -> tuple[float, str]:
-    """Return the unit of the time axis in seconds, and its label."""
-    longest = max(max(xs) for xs in places.values())
-    return (60.0, "minutes") if longest < 2 * 3600 else (3600.0, "hours")
+def _line(rows: Rows, places: Sequence[float], kind: str) -> tuple[list[float], list[float]]:
+    """Return the places and the losses of all rows of a kind."""
+    points = zip(places, rows, strict=True)
+    chosen = [(place, row["bits_per_byte"]) for place, row in points if row["kind"] == kind]
+    return [x for x, _ in chosen], [y for _, y in chosen]
 
 
 def _shortened(name: str) -> str:
     return name if len(name) <= MAX_NAME else f"...{name[3 - MAX_NAME :]}"
 
 
-def _draw_loss(axes: Any, rows: list[dict[str, Any]], label: str, style: dict[str, Any]) -> None:
-    train = [row for row in rows if row["kind"] == "train"]
-    values = smooth([row["bits_per_byte"] for row in train])
-    axes.plot([row["step"] for row in train], values, color=style["color"], alpha=0.45, lw=1)
-    valid = [row for row in rows if row["kind"] == "validation"]
-    if valid:
-        line = [row["step"] for row in valid], [row["bits_per_byte"] for row in valid]
+def _draw_loss(axes: Any, rows: Rows, label: str, style: dict[str, Any]) -> None:
+    steps = [row["step"] for row in rows]
+    train, line = (_line(rows, steps, kind) for kind in ("train", "validation"))
+    axes.plot(train[0], smooth(train[1]), color=style["color"], alpha=0.45, lw=1)
+    if line[0]:
         axes.plot(*line, **style, marker="o", ms=4)
         label_end(axes, line, f"{label}\n{line[1][-1]:.3f}", style["color"])
 
 
-def _zoom_to_validation(axes: Any, runs: dict[str, list[dict[str, Any]]]) -> str:
-    """Cut off the steep start of the training loss; return a remark for the note."""
-    rows = [row for run in runs.values() for row in run if row["kind"] == "validation"]
-    if not rows:
+def _zoom_to_validation(axes: Any, runs: dict[str, Rows]) -> str:
+    """Cut off the steep start of the losses; return a remark for the note.
+
+    The axis ends above the validations in the later half of every run.
+    """
+    by_run = [[r["bits_per_byte"] for r in x if r["kind"] == "validation"] for x in runs.values()]
+    losses = [loss for found in by_run for loss in found[len(found) // 2 :]]
+    if not losses:
         return ""
-    top = CUT * max(row["bits_per_byte"] for row in rows)
+    top = CUT * max(losses)
     if not top < axes.get_ylim()[1]:
         return " Dots: validation loss."
     axes.set_ylim(top=top)
     return f" Dots: validation loss. Values above {top:.1f} are cut off."
 
 
-def _draw_health(axes: Any, rows: list[dict[str, Any]], prefix: str, color: str) -> None:
+def _draw_health(axes: Any, rows: Rows, prefix: str, color: str) -> None:
     health = [row for row in rows if row["kind"] == "train" and "share_in_use" in row]
     for key, (label, style) in HEALTH.items():
         if health:
@@ -260,3 +285,66 @@ def smooth(values: list[float], share: float = 0.02) -> list[float]:
         total, weight = decay * total + value, decay * weight + 1
         means.append(total / weight)
     return means
+
+
+@contextmanager
+def new_figure(path: Path, rows: int = 1, columns: int = 1, height: float = 3.4) -> Iterator[Any]:
+    """Yield a figure and its axes, a list by row and column; then write it to a PNG file.
+
+    The file is complete or absent. Nothing is written if the body raises.
+    """
+    try:
+        from matplotlib import style
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise missing_extra("a figure", "matplotlib") from None
+    with style.context(["default", STYLE]):
+        figure = Figure(figsize=(WIDTH, height * rows), dpi=DPI, layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False)
+        yield figure, list(axes.flat)
+        figure.draw_without_rendering()  # the layout, which label positions depend on
+        for panel in axes.flat:
+            _spread_labels(figure, panel)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as partial:
+            figure.savefig(partial, format="png")
+
+
+def label_end(
+    axes: Any, line: tuple[Sequence[float], Sequence[float]], text: str, color: str
+) -> None:
+    """Write the name of a line to the right of its last point; nearby labels are moved apart."""
+    xs, ys = line
+    if math.isfinite(ys[-1]):
+        style = {"va": "center", "color": color, "linespacing": 1.25, "annotation_clip": False}
+        offset = {"xytext": (10, 0), "textcoords": "offset points"}
+        axes.annotate(text, (xs[-1], ys[-1]), gid=END_LABEL, **offset, **style)
+
+
+def _spread_labels(figure: Any, axes: Any) -> None:
+    """Move end labels apart vertically where they overlap, and below the top of the axes."""
+    labels = [text for text in axes.texts if text.get_gid() == END_LABEL]
+    labels.sort(key=lambda label: label.get_window_extent().y0)
+    boxes = [label.get_window_extent() for label in labels]
+    frame = axes.get_window_extent()
+    bottoms, free = [], frame.y0
+    for box in boxes:
+        bottoms.append(max(box.y0, free))
+        free = bottoms[-1] + box.height
+    free = frame.y1
+    for i in reversed(range(len(labels))):
+        bottoms[i] = min(bottoms[i], free - boxes[i].height)
+        free = bottoms[i]
+        x, y = labels[i].get_position()
+        labels[i].set_position((x, y + (bottoms[i] - boxes[i].y0) * 72 / figure.dpi))
+
+
+def note(figure: Any, text: str) -> None:
+    """Write an explanation below the figure, on the left."""
+    if text:
+        figure.supxlabel(text, x=0.015, ha="left", fontsize=9.5, color=MUTED)
+
+
+def thousands(value: float, _: object = None) -> str:
+    """Return a number for a tick label, for example 8,192 or 0.5."""
+    return f"{value:,g}" if abs(value) < 1 or value % 1 else f"{value:,.0f}"

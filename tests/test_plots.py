@@ -1,6 +1,5 @@
 """Figures of training runs."""
 
-import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,33 +9,29 @@ from matplotlib.figure import Figure
 
 from transformer_vq.errors import UserError
 from transformer_vq.files import write_json
-from transformer_vq.training.evaluate import evaluate
-from transformer_vq.training.plots import (
+from transformer_vq.plots import (
     MIN_TOKENS,
-    compare_runs,
     plot_comparison,
-    plot_curves,
     plot_positions,
     plot_run,
     positions,
     run_names,
-    smooth,
 )
+from transformer_vq.training.evaluate import evaluate
 from transformer_vq.training.run import train
 
 PNG = b"\x89PNG"
 
 
 @pytest.mark.parametrize("attention", ["vq", "full"])
-@pytest.mark.parametrize("kind", [str, Path])
-def test_plot_run_writes_curves_and_a_figure_per_evaluation(tmp_path, attention, kind):
+def test_plot_run_writes_curves_and_a_figure_per_evaluation(tmp_path, attention):
     run = tmp_path / "run"
     train(tiny_run(tmp_path, model={"attention": attention}, train={"steps": 4}), run)
-    assert plot_run(kind(run)) == [run / "curves.png"]
+    assert plot_run(str(run)) == [run / "curves.png"]
     evaluation = evaluate(run, max_tokens=50).to_dict()
     write_json(run / "evaluation-test.json", evaluation)
     figures = [tmp_path / "figures" / "loss.png", run / "evaluation-test.png"]
-    assert plot_run(kind(run), kind(figures[0])) == figures
+    assert plot_run(run, figures[0]) == figures
     for path in [run / "curves.png", *figures]:
         assert path.read_bytes().startswith(PNG)
     assert list(tmp_path.rglob(".*.partial")) == []
@@ -54,29 +49,6 @@ def test_plot_run_rejects_a_corrupt_evaluation(tmp_path):
         plot_run(tmp_path / "run")
 
 
-def test_a_figure_that_cannot_be_written_leaves_the_previous_one(tmp_path, monkeypatch):
-    run = tmp_path / "run"
-    train(tiny_run(tmp_path, train={"steps": 1}), run)
-    plot_run(run)
-    before = (run / "curves.png").read_bytes()
-
-    def disk_full(_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "fsync", disk_full)
-    with pytest.raises(OSError, match="disk full"):
-        plot_run(run)
-    assert (run / "curves.png").read_bytes() == before
-    assert list(run.glob(".*.partial")) == []
-
-
-def test_smooth_is_a_running_mean():
-    assert smooth([3.0] * 200) == pytest.approx([3.0] * 200)
-    assert smooth([1.0, 2.0]) == [1.0, 2.0]
-    values = smooth([float(i % 2) for i in range(1000)])
-    assert values[-1] == pytest.approx(0.5, abs=0.05)
-
-
 def test_positions_with_few_tokens_are_left_out(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
@@ -90,21 +62,6 @@ def test_positions_with_few_tokens_are_left_out(tmp_path, monkeypatch):
     (line,) = figures[0].axes[0].lines
     assert len(line.get_xdata()) == 2
     assert "2 with fewer than 100 tokens" in figures[0].get_supxlabel()
-
-
-def test_curves_explain_the_thin_line_in_a_note(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    rows = [{"kind": "train", "step": i, "bits_per_byte": 8.0 / i} for i in range(1, 9)]
-    rows.append({"kind": "validation", "step": 8, "bits_per_byte": 1.0})
-    plot_curves({"run": rows}, tmp_path / "a.png")
-    left, _ = figures[0].axes
-    assert left.get_title(loc="left") == "Loss (bits per byte)"
-    assert [text.get_text() for text in left.texts] == ["validation\n1.000"]
-    note = figures[0].get_supxlabel()
-    assert note.startswith("Thin line: training loss")
-    assert "above 1.2 are cut off" in note
-    assert left.get_ylim()[1] == pytest.approx(1.25)
 
 
 def run_rows(n_steps, loss, log_every=1):
@@ -156,14 +113,8 @@ def test_positions_count_steps_that_were_not_logged():
     assert positions(every, "tokens") == sorted(positions(every, "tokens"))
 
 
-def test_run_names_are_disambiguated_by_parent_folders():
-    paths = [Path("/r/a/base"), Path("/r/b/base"), Path("/r/wide"), Path("/q/b/base")]
-    assert run_names(paths) == ["a/base", "r/b/base", "wide", "q/b/base"]
+def test_runs_with_the_same_name_are_named_by_their_path():
+    paths = [Path("/r/a/base"), Path("/r/b/base"), Path("/r/wide")]
+    assert run_names(paths) == ["/r/a/base", "/r/b/base", "wide"]
     with pytest.raises(UserError, match="twice"):
         run_names([Path("/r/a"), Path("/r/a")])
-
-
-def test_comparison_rejects_a_run_without_metrics(tmp_path):
-    with pytest.raises(UserError, match=r"empty has no metrics"):
-        compare_runs([tmp_path / "empty", tmp_path / "other"], tmp_path / "a.png")
-    assert not (tmp_path / "a.png").exists()

@@ -13,7 +13,6 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -179,14 +178,3 @@ def test_blocks_run_in_order(page, folder, monkeypatch, capsys):
 def test_a_mistake_in_a_parsed_command_is_found(mistake, capsys):
     with pytest.raises(AssertionError):
         parse(["tvq", *mistake.split()], capsys)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_make_targets_and_extras_exist(page):
-    text = page.read_text()
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"(?:^    |`)make ([\w-]+)", text, flags=re.MULTILINE):
-        assert f"\n{target}:" in makefile
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for extras in re.findall(r"\.\[([\w,]+)\]'", text):
-        assert set(extras.split(",")) <= set(project["optional-dependencies"])

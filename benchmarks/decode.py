@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import gpt2
 from common import Device, Output, Record, check_positive, main
-from transformer_vq.config import AttentionType, ModelConfig, Precision
+from transformer_vq.config import AttentionType, ModelConfig
 from transformer_vq.device import compile_decoding, evaluating, find_device
 from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.prefill import Context, run_segments
@@ -36,7 +36,7 @@ from transformer_vq.measure import (
 from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import VectorQuantizer
-from transformer_vq.ops.state import AttentionState, FullState, VQState
+from transformer_vq.ops.state import FullState
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import progress_bar
 from transformer_vq.training.plot_style import (
@@ -67,7 +67,6 @@ class Cell:
     context: int
     batch: int
     compiled: bool = False
-    state_precision: Precision = "fp32"
 
 
 @dataclass(frozen=True)
@@ -87,21 +86,21 @@ def run(
     kinds: Sequence[DecodeKind],
     prefills: Sequence[int],
     compiled: bool = False,
-    state_precisions: Sequence[Precision] = ("fp32",),
     memory_gb: float = 16.0,
     time_limit: float = 1200.0,
     device: torch.device | None = None,
 ) -> Record:
     """Measure every cell in a subprocess; cells that exceed a limit are reported as failed.
 
-    state_precisions: of the values in the state of VQ attention. time_limit: seconds per cell,
-    including the prefill of its context and compilation.
+    time_limit: seconds per cell, including the prefill of its context and compilation.
     """
     check_positive(memory_gb=memory_gb, time_limit=time_limit)
     if "gpt2" in kinds:
         gpt2.check_installed()
     device = device or torch.device("cpu")
-    cells = _cells(contexts, batches, kinds, compiled, state_precisions)
+    kind_and_mode = [(kind, False) for kind in kinds]
+    kind_and_mode += [("vq", True)] * (compiled and "vq" in kinds)
+    cells = [Cell(k, n, b, mode) for k, mode in kind_and_mode for b in batches for n in contexts]
     rows: list[Record] = []
     prefill_rows: list[Record] = []
     with (
@@ -115,7 +114,7 @@ def run(
             else:
                 arguments = (config, cell, device, Path(folder))
                 found = in_subprocess(measure, *arguments, memory_gb=memory_gb, seconds=time_limit)
-            rows.append({**_fields(cell), **found})
+            rows.append({**asdict(cell), **found})
             advance(1, note=f"{cell.kind}, {cell.context:,} tokens, batch {cell.batch}")
         for n_tokens in prefills:
             memory = in_subprocess(
@@ -129,33 +128,6 @@ def run(
         "model": asdict(config),
         "decode": rows,
         "reading": prefill_rows,
-    }
-
-
-def _cells(
-    contexts: Sequence[int],
-    batches: Sequence[int],
-    kinds: Sequence[DecodeKind],
-    compiled: bool,
-    state_precisions: Sequence[Precision],
-) -> list[Cell]:
-    sizes = [(n, b) for b in batches for n in contexts]
-    cells = []
-    if "vq" in kinds:
-        for is_compiled in (False, True)[: 1 + compiled]:
-            for precision in dict.fromkeys(state_precisions):
-                cells += [Cell("vq", n, b, is_compiled, precision) for n, b in sizes]
-    others: tuple[DecodeKind, ...] = ("full", "gpt2")
-    return cells + [Cell(kind, n, b) for kind in others if kind in kinds for n, b in sizes]
-
-
-def _fields(cell: Cell) -> Record:
-    return {
-        "kind": cell.kind,
-        "context": cell.context,
-        "batch": cell.batch,
-        "compiled": cell.compiled,
-        "state_precision": cell.state_precision,
     }
 
 
@@ -262,22 +234,11 @@ def _prepare(config: ModelConfig, cell: Cell, room: int, folder: Path) -> Prepar
         state = load_context(path, model).repeat(cell.batch).state
     else:
         state = _random_state(model, cell)
-    dtype = torch.bfloat16 if cell.state_precision == "bf16" else None
-    decoder = Decoder(model, state, room, dtype)
+    decoder = Decoder(model, state, room)
     step: Callable[[Tensor], Tensor] = decoder.step
     if cell.compiled:
         step = compile_decoding(step, token.device, decoder.tensors())
-    n_bytes = state.n_bytes
-    if dtype is not None:
-        n_bytes -= sum(_halved_bytes(layer) for layer in state.layers)
-    return Prepared(lambda: step(token), n_bytes, weight_bytes(model))
-
-
-def _halved_bytes(state: AttentionState) -> int:
-    """Return the bytes that a step does not read if keys, values and means are bfloat16."""
-    cache = state.cache if isinstance(state, VQState) else None
-    mean = 0 if cache is None else cache.mean.nbytes
-    return (state.k.nbytes + state.v.nbytes + mean) // 2
+    return Prepared(lambda: step(token), state.n_bytes, weight_bytes(model))
 
 
 def _prefill_random(model: TransformerVQ, n_tokens: int) -> Context:
@@ -420,8 +381,6 @@ class Options(Output):
     """Prompt lengths for which the peak memory of the prefill is measured."""
     compile: bool = False
     """Also measure compiled decoding."""
-    state_precisions: tuple[Precision, ...] = ("fp32",)
-    """Precisions of the values in the state of vq: fp32, bf16 or both."""
     memory_gb: float = 16.0
     """Memory limit of a measurement."""
     time_limit: float = 1200.0
@@ -441,7 +400,6 @@ def measure_options(options: Options) -> Record:
         kinds=options.kinds,
         prefills=options.prefills,
         compiled=options.compile,
-        state_precisions=options.state_precisions,
         memory_gb=options.memory_gb,
         time_limit=options.time_limit,
         device=find_device(options.device),

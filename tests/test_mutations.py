@@ -54,19 +54,21 @@ def export() -> Any:
 
 
 def load(name: str) -> Callable[[], Any]:
-    """Load an exported folder; errors of the right type are reported as `tvq` does."""
+    """Load an exported folder with transformers; errors are reported as `tvq` does."""
 
     def command() -> Any:
-        import transformer_vq.hf as hf
+        import transformers
+
+        import transformer_vq.hf  # noqa: F401  registers the Auto classes
 
         try:
-            loaded = getattr(hf, f"TransformerVQ{name}").from_pretrained("export")
-        except (ValueError, OSError) as error:
-            print("tvq:", " ".join(str(error).split()), file=sys.stderr)
+            loaded = getattr(transformers, name).from_pretrained("export")
+        except Exception as error:  # of any type, because transformers reads some files first
+            print("tvq:", " ".join(str(error).split())[:500], file=sys.stderr)
             raise SystemExit(2) from error
-        if name == "Config":
+        if name == "AutoConfig":
             return loaded.to_diff_dict()
-        if name == "Tokenizer":
+        if name == "AutoTokenizer":
             return loaded("In 1805 the fox").input_ids
         return loaded(input_ids=torch.tensor([[0, 73, 110, 32]])).logits.tolist()
 
@@ -88,9 +90,8 @@ COMMANDS: dict[str, Callable[[], Any]] = {
     "plot": lambda: tvq("plot run"),
     "info": lambda: tvq("info run"),
     "export": export,
-    **{f"load {name}": load(name) for name in ("Config", "Tokenizer", "ForCausalLM")},
+    **{name: load(name) for name in ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM")},
 }
-LOAD = ("load Config", "load Tokenizer", "load ForCausalLM")
 READERS = {  # pattern of the files and folders to damage -> commands that read them
     "run/config.json": ("resume", "eval", "sample", "export", "info"),
     "run/manifest.json": ("resume", "eval", "sample"),
@@ -103,7 +104,7 @@ READERS = {  # pattern of the files and folders to damage -> commands that read 
     "run/checkpoints/*/*": ("resume", "eval last"),
     "cache/*/*": ("eval", "resume"),
     "state.safetensors": ("sample from state",),
-    "export/*": LOAD,
+    "export/*": ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM"),
 }
 
 
@@ -316,6 +317,8 @@ def run(command: str) -> tuple[int, Any, str]:
 def same_kind(path: Path) -> list[Path]:
     """Return other intact files or folders that may take the place of one."""
     first, *rest = path.parts
+    if "best" in path.parts:  # a model of another run is not damage
+        return [Path("state.safetensors")] if path.is_file() else []
     found = [Path({"run": "other", "export": "other-export"}.get(first, first), *rest)]
     if path.name == "state.safetensors":
         found += [Path("other-state.safetensors"), Path("run/best/model.safetensors")]

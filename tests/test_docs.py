@@ -16,6 +16,10 @@ SITE = sorted(DOCS.rglob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "RESULTS.md", *SITE]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+SHARED_OPTIONS = [
+    ROOT / path
+    for path in ("benchmarks/common.py", "benchmarks/steps.py", "transformer_vq/config.py")
+]
 MAKEFILE = (ROOT / "Makefile").read_text()
 REFERENCE = dict(
     re.findall(
@@ -67,6 +71,10 @@ def test_commands_options_targets_and_extras_exist(page):
         options = re.findall(r"--[\w.-]+", line)
         if not known or any(f"{option} " not in known for option in options):
             wrong.append(f"tvq {line}")
+    for script, options in re.findall(r"python (benchmarks/\w+\.py)((?:[^`\n\\]|\\\n)*)", text):
+        names = {option.rpartition(".")[2] for option in re.findall(r"--([\w.-]+)", options)}
+        known = "".join(path.read_text() for path in (ROOT / script, *SHARED_OPTIONS))
+        wrong += [f"{script} --{x}" for x in names if f" {x.replace('-', '_')}: " not in known]
     targets = re.findall(r"(?:^    |`)make ([\w-]+)", text, flags=re.MULTILINE)
     wrong += [f"make {target}" for target in targets if f"\n{target}:" not in MAKEFILE]
     named = [x for extras in re.findall(r"\.\[([\w,]+)\]'", text) for x in extras.split(",")]

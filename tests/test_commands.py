@@ -28,7 +28,7 @@ PAGES = [
     ROOT / "transformer_vq/models/books/README.md",
     *sorted(set(ROOT.glob("docs/**/*.md")) - set(ROOT.glob("docs/reference/*"))),
 ]
-SLOW_PAGES = {"docs/guides/harnesses.md"}  # loads transformers several times
+QUICK_PAGES = {"README.md", "CONTRIBUTING.md"}
 BLOCK = re.compile(
     r"^!!!.*\n(?: {4}.*\n)+"  # an admonition, which is text
     r"|(?:^<!-- (not run|parsed only): .+ -->\n\n)?"
@@ -152,7 +152,9 @@ def parse(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.slow] * (name(page) in SLOW_PAGES), id=name(page))
+        pytest.param(
+            page, marks=() if name(page) in QUICK_PAGES else pytest.mark.slow, id=name(page)
+        )
         for page in PAGES
         if any(marker != "not run" for _, marker, _ in blocks(page))
     ],

@@ -42,7 +42,6 @@ from recall_tasks import (
     check_lengths,
     read_text,
 )
-from transformer_vq.checks import shown
 from transformer_vq.device import evaluating, find_device
 from transformer_vq.errors import TrainingError, UserError
 from transformer_vq.files import check_can_write, file_digest, read_json, write_json
@@ -132,12 +131,8 @@ def _open(out: Path, wanted: dict[str, Any], device: torch.device) -> Record:
         raise UserError(f"--out {out}: the file is not a record of this benchmark; use another one")
     stored = record["settings"]
     if stored != wanted:
-        changes = ", ".join(
-            f"--{name.replace('_', '-')} ({shown(stored.get(name))} -> {shown(wanted.get(name))})"
-            for name in {**wanted, **stored}
-            if stored.get(name) != wanted.get(name)
-        )
-        raise UserError(f"--out {out} has other settings: {changes}; keep them or use another file")
+        changes = [name for name in wanted if stored.get(name) != wanted[name]]
+        raise UserError(f"--out {out} has other settings: {', '.join(changes)}; use another file")
     return record
 
 

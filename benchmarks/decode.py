@@ -9,7 +9,7 @@ of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -78,48 +78,42 @@ class Prepared:
     weight_bytes: int
 
 
-def run(
-    config: ModelConfig,
-    *,
-    contexts: Sequence[int],
-    batches: Sequence[int],
-    kinds: Sequence[DecodeKind],
-    prefills: Sequence[int],
-    compiled: bool = False,
-    memory_gb: float = 16.0,
-    time_limit: float = 1200.0,
-    device: torch.device | None = None,
-) -> Record:
-    """Measure every cell in a subprocess; cells that exceed a limit are reported as failed.
-
-    time_limit: seconds per cell, including the prefill of its context and compilation.
-    """
-    check_positive(memory_gb=memory_gb, time_limit=time_limit)
-    if "gpt2" in kinds:
+def run(options: Options) -> Record:
+    """Measure every cell in a subprocess; cells that exceed a limit are reported as failed."""
+    check_positive(contexts=options.contexts, batches=options.batches, prefills=options.prefills)
+    check_positive(memory_gb=options.memory_gb, time_limit=options.time_limit)
+    sizes = {name: getattr(options, name) for name in ("d_k", "n_code", "block_len")}
+    changes = {name: n for name, n in sizes.items() if n is not None}
+    config = replace(PRESETS[options.preset].model, **changes)
+    if "gpt2" in options.kinds:
         gpt2.check_installed()
-    device = device or torch.device("cpu")
-    kind_and_mode = [(kind, False) for kind in kinds]
-    kind_and_mode += [("vq", True)] * (compiled and "vq" in kinds)
-    cells = [Cell(k, n, b, mode) for k, mode in kind_and_mode for b in batches for n in contexts]
+    device = find_device(options.device)
+    limits = {"memory_gb": options.memory_gb, "seconds": options.time_limit}
+    modes = [(kind, False) for kind in options.kinds]
+    modes += [("vq", True)] * (options.compile and "vq" in options.kinds)
+    cells = [
+        Cell(kind, context, batch, is_compiled)
+        for kind, is_compiled in modes
+        for batch in options.batches
+        for context in options.contexts
+    ]
     rows: list[Record] = []
     prefill_rows: list[Record] = []
     with (
         TemporaryDirectory() as folder,
-        progress_bar("decoding", len(cells) + len(prefills), "cells") as advance,
+        progress_bar("decoding", len(cells) + len(options.prefills), "cells") as advance,
     ):
         for cell in cells:
             found: Record | Failure
-            if (needed := state_bytes(config, cell)) > 0.8e9 * memory_gb:
+            if (needed := state_bytes(config, cell)) > 0.8e9 * options.memory_gb:
                 found = Failure(failed=f"a state of {needed / 1e9:.0f} GB")
             else:
                 arguments = (config, cell, device, Path(folder))
-                found = in_subprocess(measure, *arguments, memory_gb=memory_gb, seconds=time_limit)
+                found = in_subprocess(measure, *arguments, **limits)
             rows.append({**asdict(cell), **found})
             advance(1, note=f"{cell.kind}, {cell.context:,} tokens, batch {cell.batch}")
-        for n_tokens in prefills:
-            memory = in_subprocess(
-                measure_prefill, config, n_tokens, device, memory_gb=memory_gb, seconds=time_limit
-            )
+        for n_tokens in options.prefills:
+            memory = in_subprocess(measure_prefill, config, n_tokens, device, **limits)
             prefill_rows.append({"context": n_tokens, **memory})
             advance(1, note=f"prefill of {n_tokens:,} tokens")
     return {
@@ -389,22 +383,5 @@ class Options(Output):
     device: Device = "auto"
 
 
-def measure_options(options: Options) -> Record:
-    """Measure all models, contexts and batch sizes that the options describe."""
-    sizes = {name: getattr(options, name) for name in ("d_k", "n_code", "block_len")}
-    check_positive(contexts=options.contexts, batches=options.batches, prefills=options.prefills)
-    return run(
-        replace(PRESETS[options.preset].model, **{x: n for x, n in sizes.items() if n is not None}),
-        contexts=options.contexts,
-        batches=options.batches,
-        kinds=options.kinds,
-        prefills=options.prefills,
-        compiled=options.compile,
-        memory_gb=options.memory_gb,
-        time_limit=options.time_limit,
-        device=find_device(options.device),
-    )
-
-
 if __name__ == "__main__":
-    main(Options, measure_options, table, plot_decode)
+    main(Options, run, table, plot_decode)

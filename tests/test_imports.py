@@ -12,12 +12,12 @@ from transformer_vq.errors import EXTRAS, missing_extra
 ROOT = Path(transformer_vq.__file__).parent
 LAYERS = [
     {"errors"},
-    {"ops", "config", "checks", "device", "files", "memory_use", "progress", "threads", "transfer"},
+    {"ops", "checks", "config", "device", "files", "memory_use", "progress", "threads", "transfer"},
     {"nn", "measure"},
-    {"data", "evaluation", "generation", "convert", "interop", "presets", "config_files"},
-    {"parallel", "sizes"},
-    {"training", "plots"},
-    {"serve", "hf", "demo", "doctor"},
+    {"data", "evaluation", "generation", "interop", "presets", "config_files"},
+    {"parallel"},
+    {"training"},
+    {"hf", "serve", "demo", "doctor"},
     {"cli"},
 ]
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}

@@ -7,8 +7,12 @@ DOCS_STAMP := $(VENV)/.installed-for-docs
 CLIENTS_STAMP := $(VENV)/.installed-for-clients
 BROWSER_STAMP := $(VENV)/.installed-for-browser
 PYTEST := $(BIN)/pytest -q -n auto
+# Modules are compiled when they are first imported: most of what is installed is never used.
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+	--constraint constraints.txt --editable
 
-.PHONY: help install test test-all test-browser transformers-tests demo bench docs docs-serve figures clean
+.PHONY: help install test types quick-tests test-slow test-all test-browser transformers-tests \
+	demo bench docs docs-serve figures clean
 .DEFAULT_GOAL := help
 
 help:  ## show the targets
@@ -19,36 +23,43 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot,text,data,image,log,compress,hf,serve,triton]'
+	$(INSTALL) '.[dev,plot,text,data,image,log,hf,serve,triton]'
 	@touch $@
 
 $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing transformer_vq, PyTorch and a few packages in $(VENV); the first time takes minutes."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[plot,text]'
+	@$(INSTALL) '.[plot,text]'
 	@touch $@
 
 $(DOCS_STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(INSTALL) '.[docs]'
 	@touch $@
 
 $(CLIENTS_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[hf,clients]'
+	$(INSTALL) '.[hf,clients]'
 	@touch $@
 
 $(BROWSER_STAMP): $(STAMP)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[browser]'
+	$(INSTALL) '.[browser]'
 	@touch $@
 
 install: $(STAMP)  ## create .venv with the pinned versions
 
-test: $(STAMP)  ## run the linter, the type checker and the tests
+test: $(STAMP)  ## run the linter, the type checker and the quick tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --jobs=2 types quick-tests
+
+types: $(STAMP)
 	$(BIN)/mypy
+
+quick-tests: $(STAMP)
 	$(PYTEST)
 
-test-all: test $(CLIENTS_STAMP)  ## run all tests, including slow ones and client libraries
+test-slow: $(STAMP)  ## run the slow tests
 	$(PYTEST) -m slow
+
+test-all: test test-slow $(CLIENTS_STAMP)  ## run all tests, including those with client libraries
 	$(PYTEST) tests/clients
 
 test-browser: $(BROWSER_STAMP)  ## test the page of `tvq serve` in a browser

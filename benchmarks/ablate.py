@@ -18,74 +18,45 @@ from measure import machine, synchronize
 from transformer_vq.config import RunConfig
 from transformer_vq.device import find_device
 from transformer_vq.errors import UserError
-from transformer_vq.presets import PRESETS
-from transformer_vq.progress import info
-from transformer_vq.training.checkpoint import read_config
-from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.plot_style import (
+from transformer_vq.plots import (
     BLUE,
     MUTED,
     VERMILION,
     new_figure,
     note,
 )
+from transformer_vq.presets import PRESETS
+from transformer_vq.progress import info
+from transformer_vq.training.checkpoint import read_config
+from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.run import train_or_resume
+from trials import trials_of
 
 ROUNDS = 5
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The varied fields of the model config."""
-
-    n_code: int
-    compressive_cache: bool = True
-
-    @property
-    def name(self) -> str:
-        """The prefix of the run folders."""
-        return f"codes-{self.n_code}" + ("" if self.compressive_cache else "-no-cache")
-
-    def config(self, base: RunConfig, seed: int) -> RunConfig:
-        """Return the config of a run with this setting."""
-        model = replace(base.model, n_code=self.n_code, compressive_cache=self.compressive_cache)
-        return replace(base, model=model, train=replace(base.train, seed=seed))
-
-
-def settings(base: RunConfig, codes: Sequence[int]) -> list[Setting]:
+def settings(base: RunConfig, codes: Sequence[int]) -> dict[str, RunConfig]:
     """Return all codebook sizes with the cache, including the base size, and the base without."""
     if base.model.attention != "vq":
         raise UserError("full attention has neither codebooks nor cache; use --model.attention vq")
     sizes = sorted({*codes, base.model.n_code})
-    return [*(Setting(n) for n in sizes), Setting(base.model.n_code, compressive_cache=False)]
+    models = {f"codes-{n}": replace(base.model, n_code=n) for n in sizes}
+    models[f"codes-{base.model.n_code}-no-cache"] = replace(base.model, compressive_cache=False)
+    return {name: replace(base, model=model) for name, model in models.items()}
 
 
-def train_all(base: RunConfig, out: Path, codes: Sequence[int], seeds: int) -> int | None:
-    """Train all unfinished runs; return the number of the signal that stopped it, or None."""
-    if seeds < 1:
-        raise UserError(f"--seeds {seeds}: must be at least 1")
-    todo = [(setting, seed) for seed in range(seeds) for setting in settings(base, codes)]
-    configs = [setting.config(base, seed) for setting, seed in todo]  # check all of them first
-    for number, ((setting, seed), config) in enumerate(zip(todo, configs, strict=True), start=1):
-        info(f"[{number}/{len(todo)}] {setting.name}, seed {seed}")
-        result = train_or_resume(config, _folder(out, setting, seed))
-        if not result.finished:
-            return result.stopped_by
-    return None
-
-
-def record(base: RunConfig, out: Path, codes: Sequence[int], seeds: int) -> Record:
+def record(base: RunConfig, runs: Path, variants: dict[str, RunConfig], seeds: int) -> Record:
     """Return the losses of the finished runs, and the time of a training step per setting."""
-    found = settings(base, codes)
-    seconds = latencies([read_config(_folder(out, setting, 0)) for setting in found])
-    base_seconds = seconds[found.index(Setting(base.model.n_code))]
+    folders = {name: [runs / f"{name}-seed-{i}" for i in range(seeds)] for name in variants}
+    seconds = latencies([read_config(found[0]) for found in folders.values()])
+    base_seconds = seconds[list(variants).index(f"codes-{base.model.n_code}")]
     rows: list[Record] = []
-    for setting, step_seconds in zip(found, seconds, strict=True):
-        bits = [_best_bits_per_byte(_folder(out, setting, seed)) for seed in range(seeds)]
+    for (name, config), step_seconds in zip(variants.items(), seconds, strict=True):
+        bits = [_best_bits_per_byte(folder) for folder in folders[name]]
         rows.append(
             {
-                "n_code": setting.n_code,
-                "compressive_cache": setting.compressive_cache,
+                "n_code": config.model.n_code,
+                "compressive_cache": config.model.compressive_cache,
                 "bits_per_byte": bits,
                 "mean_bits_per_byte": mean(bits),
                 "spread": stdev(bits) if seeds > 1 else None,
@@ -146,10 +117,6 @@ def _table(title: str, rows: list[tuple[str, Record]], base: int, seeds: int) ->
         figures = f"{row['mean_bits_per_byte']:.4f} | {spread} | {row['latency']:.3f}x"
         lines.append(f"| {name} | {figures} |")
     return "\n".join(lines)
-
-
-def _folder(out: Path, setting: Setting, seed: int) -> Path:
-    return out / f"{setting.name}-seed-{seed}"
 
 
 def _best_bits_per_byte(run: Path) -> float:
@@ -227,11 +194,13 @@ class Options(Output):
 
 def measure(options: Options) -> Record:
     """Train all settings that are not finished; return the record."""
-    ablation = (options.run, options.runs, options.codes, options.seeds)
-    if train_all(*ablation) is not None:
-        info("stopped and saved; run the same command again to continue")
-        raise KeyboardInterrupt
-    return record(*ablation)
+    variants = settings(options.run, options.codes)
+    for trial in trials_of(variants, options.seeds):
+        info(f"{trial.variant}, seed {trial.seed}")
+        if not train_or_resume(trial.config, options.runs / trial.name).finished:
+            info("stopped and saved; run the same command again to continue")
+            raise KeyboardInterrupt
+    return record(options.run, options.runs, variants, options.seeds)
 
 
 if __name__ == "__main__":

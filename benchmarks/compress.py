@@ -14,27 +14,24 @@ from __future__ import annotations
 import bz2
 import lzma
 import math
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
 import numpy as np
-import torch
 import tyro
 
 from common import Device, Output, Record, main
 from measure import machine
 from ngram import N, bits_by_order
-from transformer_vq.config import DataConfig, Format, Precision
-from transformer_vq.data.text import find_inputs, reading
+from transformer_vq.config import DataConfig, Precision
 from transformer_vq.device import find_device
 from transformer_vq.errors import MissingExtraError, UserError, missing_extra
+from transformer_vq.plots import BLUE, GREEN, LINE, MUTED, ORANGE, new_figure
 from transformer_vq.progress import Advance, info, progress_bar, warn
 from transformer_vq.training.evaluate import evaluate
-from transformer_vq.training.plot_style import BLUE, GREEN, LINE, MUTED, ORANGE, new_figure
 
 Training = Literal["none", "weights", "counts", "primed"]
 """How a model uses training text.
@@ -64,21 +61,15 @@ END = np.array([N - 1], dtype=np.uint16)  # the end of a document
 
 @dataclass(frozen=True)
 class Text:
-    """The documents of one file."""
+    """A text file, which is one document."""
 
     path: Path
-    documents: tuple[bytes, ...]
-
-    @property
-    def data(self) -> bytes:
-        """The text without marks between documents."""
-        return b"".join(self.documents)
+    data: bytes
 
     @property
     def tokens(self) -> np.ndarray:
-        """Bytes as tokens; each document is followed by its end."""
-        parts = [x for d in self.documents for x in (np.frombuffer(d, dtype=np.uint8), END)]
-        return np.concatenate(parts, dtype=np.uint16)
+        """Bytes as tokens, followed by the end of the document."""
+        return np.concatenate([np.frombuffer(self.data, dtype=np.uint8), END], dtype=np.uint16)
 
 
 class Stream(Protocol):
@@ -100,43 +91,26 @@ class Compressor:
     """Whether text that was compressed before affects the text that follows."""
 
 
-def measure(
-    data: DataConfig,
-    train_path: Sequence[str] = (),
-    runs: Sequence[str | os.PathLike[str]] = (),
-    *,
-    orders: Sequence[int] = (0, 2, 4),
-    ppmd_orders: Sequence[int] = (6, 8),
-    checkpoint: str = "best",
-    precision: str = "fp32",
-    device: torch.device | str = "cpu",
-) -> Record:
-    """Measure runs, n-gram models and compressors on the files of `data`.
-
-    train_path: files to count n-grams on and to prime compressors with; without any, neither is
-    measured. orders: of the n-gram models. ppmd_orders: of PPMd, which is skipped with a warning if
-    pyppmd is not installed. The other options are for runs.
-    """
-    if not data.path:
+def measure(options: Options) -> Record:
+    """Measure runs, n-gram models and compressors on the files of the options."""
+    if not options.data.path:
         raise UserError("no text to measure; give files as --data.path")
-    texts = read_texts(data.path, data, "--data.path")
-    train = read_texts(train_path, data, "--train-path")
-    _check_distinct(texts, train)
+    texts = read_texts(options.data.path, "--data.path")
+    train = read_texts(options.train_path, "--train-path")
+    if {text.path for text in texts} & {text.path for text in train}:
+        raise UserError("a measured file is also a training file; remove it from --train-path")
     rows: list[Record] = []
-    folders = list(dict.fromkeys(map(Path, runs)))
-    for run, name in zip(folders, short_names(folders), strict=True):
-        info(f"evaluating {name}")
-        for protocol, bits in _run_bits(run, texts, data, checkpoint, precision, device).items():
-            rows.append(_row(f"{name}, {protocol}", "weights", bits, texts))
+    for run in dict.fromkeys(options.runs):
+        info(f"evaluating {run.name}")
+        for protocol, bits in _run_bits(run, texts, options).items():
+            rows.append(_row(f"{run.name}, {protocol}", "weights", bits, texts))
     if train:
-        rows += _ngram_rows(texts, train, orders)
+        rows += _ngram_rows(texts, train, options.orders)
     else:
         info("no --train-path: n-gram models and primed compressors are skipped")
-    rows += _compressor_rows(texts, train, compressors(ppmd_orders))
-    names = short_names([text.path for text in texts])
-    sizes = [len(text.data) for text in texts]
+    rows += _compressor_rows(texts, train, compressors(options.ppmd_orders))
     return {
-        "files": [{"name": name, "bytes": n} for name, n in zip(names, sizes, strict=True)],
+        "files": [{"name": text.path.name, "bytes": len(text.data)} for text in texts],
         "train_bytes": sum(len(text.data) for text in train),
         "compression": rows,
         "machine": machine(),
@@ -160,29 +134,15 @@ def table(record: Record) -> str:
     return "\n".join(lines)
 
 
-def read_texts(paths: Sequence[str], data: DataConfig, option: str) -> list[Text]:
-    """Read the files of all paths, as a corpus would. option: the option that gave the paths."""
-    if not paths:
-        return []
-    found: list[Text] = []
-    inputs = find_inputs(paths, data.format, None, option, data.text_field)
-    for item in inputs:
-        path = Path(item.path)
-        with reading(path):
-            documents = tuple(map(b"".join, item.read()))
-        if not any(documents):
-            raise UserError(f"{path} is empty; remove it from {option}")
-        found.append(Text(path.absolute(), documents))
-    return found
-
-
-def short_names(paths: Sequence[Path]) -> list[str]:
-    """Return the last part of every path, or as many parts as make them differ."""
-    parts = [path.absolute().parts for path in paths]
-    depth = 1
-    while len({x[-depth:] for x in parts}) < len(set(parts)):
-        depth += 1
-    return ["/".join(x[-depth:]) for x in parts]
+def read_texts(names: Sequence[str], option: str) -> list[Text]:
+    """Read text files and folders of them. option: the option that gave the names."""
+    paths: list[Path] = []
+    for path in map(Path, names):
+        paths += sorted(path.rglob("*.txt")) if path.is_dir() else [path]
+    texts = [Text(path.resolve(), path.read_bytes()) for path in paths]
+    if empty := [text.path for text in texts if not text.data]:
+        raise UserError(f"{empty[0]} is empty; remove it from {option}")
+    return texts
 
 
 def compressors(ppmd_orders: Sequence[int] = ()) -> list[Compressor]:
@@ -221,35 +181,19 @@ def ppmd(order: int) -> Callable[[int], Stream]:
     return start
 
 
-def _check_distinct(texts: Sequence[Text], train: Sequence[Text]) -> None:
-    known = {os.path.realpath(text.path) for text in train}
-    for text in texts:
-        if os.path.realpath(text.path) in known:
-            raise UserError(f"{text.path} is also a training file; remove it from --train-path")
-
-
-def _run_bits(
-    run: Path,
-    texts: Sequence[Text],
-    data: DataConfig,
-    checkpoint: str,
-    precision: str,
-    device: torch.device | str,
-) -> dict[str, list[float]]:
+def _run_bits(run: Path, texts: Sequence[Text], options: Options) -> dict[str, list[float]]:
     """Return the bits of each file by protocol."""
     found: dict[str, list[float]] = {}
     for text in texts:
         result = evaluate(
             run,
-            data=replace(data, path=(str(text.path),)),
+            data=DataConfig(path=(str(text.path),), cache=options.data.cache),
             split="all",
-            checkpoint=checkpoint,
-            precision=precision,
-            device=device,
+            checkpoint=options.checkpoint,
+            precision=options.precision,
+            device=find_device(options.device),
         )
         for protocol, evaluation in result.protocols.items():
-            if evaluation.bytes != len(text.data):
-                raise UserError(f"{text.path} changed while it was read; run the command again")
             found.setdefault(protocol, []).append(evaluation.nats / math.log(2))
     return found
 
@@ -361,11 +305,7 @@ class Texts:
     """Text to measure."""
 
     path: tuple[str, ...] = ()
-    """Files, folders or patterns such as 'books/*.txt'; each file is measured by itself."""
-    format: Format = "auto"
-    """Format of text files; auto recognizes it by name and content."""
-    text_field: str | None = None
-    """Field or column with the text; None uses "text", or the only field that holds text."""
+    """Text files, or folders of *.txt files; each file is measured by itself."""
     cache: str | None = None
     """Folder for the prepared text of runs. None uses $XDG_CACHE_HOME/transformer_vq, by default
     ~/.cache/transformer_vq."""
@@ -385,7 +325,7 @@ class Options(Output):
     data: Texts = Texts()
     """Text to measure."""
     train_path: tuple[str, ...] = ()
-    """Training files, folders or patterns. If omitted, n-gram models and primed compressors are
+    """Training files or folders. If omitted, n-gram models and primed compressors are
     skipped."""
     orders: tuple[int, ...] = (0, 2, 4)
     """Orders of the n-gram models: how many preceding bytes they use."""
@@ -398,19 +338,5 @@ class Options(Output):
     device: Device = "auto"
 
 
-def measure_options(options: Options) -> Record:
-    """Measure the files and models of the options."""
-    return measure(
-        DataConfig(**vars(options.data)),
-        options.train_path,
-        options.runs,
-        orders=options.orders,
-        ppmd_orders=options.ppmd_orders,
-        checkpoint=options.checkpoint,
-        precision=options.precision,
-        device=find_device(options.device),
-    )
-
-
 if __name__ == "__main__":
-    main(Options, measure_options, table, plot_compression)
+    main(Options, measure, table, plot_compression)

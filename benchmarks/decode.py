@@ -9,7 +9,7 @@ of a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import gpt2
-from common import Device, Output, Record, check_positive, main
+from common import Device, Output, Record, check_positive, log_lengths, log_values, main
 from measure import (
     Failure,
     bandwidth_probe,
@@ -28,7 +28,7 @@ from measure import (
     in_subprocess,
     machine,
 )
-from transformer_vq.config import AttentionType, ModelConfig, Precision
+from transformer_vq.config import AttentionType, ModelConfig
 from transformer_vq.device import compile_decoding, evaluating, find_device
 from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.prefill import Context, run_segments
@@ -36,19 +36,10 @@ from transformer_vq.generation.snapshot import load_context, save_context
 from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import VectorQuantizer
-from transformer_vq.ops.state import AttentionState, FullState, VQState
+from transformer_vq.ops.state import FullState
+from transformer_vq.plots import BLUE, GREEN, VERMILION, label_end, new_figure, note
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import progress_bar
-from transformer_vq.training.plot_style import (
-    BLUE,
-    GREEN,
-    VERMILION,
-    label_end,
-    log_lengths,
-    log_values,
-    new_figure,
-    note,
-)
 
 DecodeKind = Literal["vq", "full", "gpt2"]
 
@@ -67,7 +58,6 @@ class Cell:
     context: int
     batch: int
     compiled: bool = False
-    state_precision: Precision = "fp32"
 
 
 @dataclass(frozen=True)
@@ -79,48 +69,42 @@ class Prepared:
     weight_bytes: int
 
 
-def run(
-    config: ModelConfig,
-    *,
-    contexts: Sequence[int],
-    batches: Sequence[int],
-    kinds: Sequence[DecodeKind],
-    prefills: Sequence[int],
-    compiled: bool = False,
-    state_precisions: Sequence[Precision] = ("fp32",),
-    memory_gb: float = 16.0,
-    time_limit: float = 1200.0,
-    device: torch.device | None = None,
-) -> Record:
-    """Measure every cell in a subprocess; cells that exceed a limit are reported as failed.
-
-    state_precisions: of the values in the state of VQ attention. time_limit: seconds per cell,
-    including the prefill of its context and compilation.
-    """
-    check_positive(memory_gb=memory_gb, time_limit=time_limit)
-    if "gpt2" in kinds:
+def run(options: Options) -> Record:
+    """Measure every cell in a subprocess; cells that exceed a limit are reported as failed."""
+    check_positive(contexts=options.contexts, batches=options.batches, prefills=options.prefills)
+    check_positive(memory_gb=options.memory_gb, time_limit=options.time_limit)
+    sizes = {name: getattr(options, name) for name in ("d_k", "n_code", "block_len")}
+    changes = {name: n for name, n in sizes.items() if n is not None}
+    config = replace(PRESETS[options.preset].model, **changes)
+    if "gpt2" in options.kinds:
         gpt2.check_installed()
-    device = device or torch.device("cpu")
-    cells = _cells(contexts, batches, kinds, compiled, state_precisions)
+    device = find_device(options.device)
+    limits = {"memory_gb": options.memory_gb, "seconds": options.time_limit}
+    modes = [(kind, False) for kind in options.kinds]
+    modes += [("vq", True)] * (options.compile and "vq" in options.kinds)
+    cells = [
+        Cell(kind, context, batch, is_compiled)
+        for kind, is_compiled in modes
+        for batch in options.batches
+        for context in options.contexts
+    ]
     rows: list[Record] = []
     prefill_rows: list[Record] = []
     with (
         TemporaryDirectory() as folder,
-        progress_bar("decoding", len(cells) + len(prefills), "cells") as advance,
+        progress_bar("decoding", len(cells) + len(options.prefills), "cells") as advance,
     ):
         for cell in cells:
             found: Record | Failure
-            if (needed := state_bytes(config, cell)) > 0.8e9 * memory_gb:
+            if (needed := state_bytes(config, cell)) > 0.8e9 * options.memory_gb:
                 found = Failure(failed=f"a state of {needed / 1e9:.0f} GB")
             else:
                 arguments = (config, cell, device, Path(folder))
-                found = in_subprocess(measure, *arguments, memory_gb=memory_gb, seconds=time_limit)
-            rows.append({**_fields(cell), **found})
+                found = in_subprocess(measure, *arguments, **limits)
+            rows.append({**asdict(cell), **found})
             advance(1, note=f"{cell.kind}, {cell.context:,} tokens, batch {cell.batch}")
-        for n_tokens in prefills:
-            memory = in_subprocess(
-                measure_prefill, config, n_tokens, device, memory_gb=memory_gb, seconds=time_limit
-            )
+        for n_tokens in options.prefills:
+            memory = in_subprocess(measure_prefill, config, n_tokens, device, **limits)
             prefill_rows.append({"context": n_tokens, **memory})
             advance(1, note=f"prefill of {n_tokens:,} tokens")
     return {
@@ -129,33 +113,6 @@ def run(
         "model": asdict(config),
         "decode": rows,
         "reading": prefill_rows,
-    }
-
-
-def _cells(
-    contexts: Sequence[int],
-    batches: Sequence[int],
-    kinds: Sequence[DecodeKind],
-    compiled: bool,
-    state_precisions: Sequence[Precision],
-) -> list[Cell]:
-    sizes = [(n, b) for b in batches for n in contexts]
-    cells = []
-    if "vq" in kinds:
-        for is_compiled in (False, True)[: 1 + compiled]:
-            for precision in dict.fromkeys(state_precisions):
-                cells += [Cell("vq", n, b, is_compiled, precision) for n, b in sizes]
-    others: tuple[DecodeKind, ...] = ("full", "gpt2")
-    return cells + [Cell(kind, n, b) for kind in others if kind in kinds for n, b in sizes]
-
-
-def _fields(cell: Cell) -> Record:
-    return {
-        "kind": cell.kind,
-        "context": cell.context,
-        "batch": cell.batch,
-        "compiled": cell.compiled,
-        "state_precision": cell.state_precision,
     }
 
 
@@ -262,22 +219,11 @@ def _prepare(config: ModelConfig, cell: Cell, room: int, folder: Path) -> Prepar
         state = load_context(path, model).repeat(cell.batch).state
     else:
         state = _random_state(model, cell)
-    dtype = torch.bfloat16 if cell.state_precision == "bf16" else None
-    decoder = Decoder(model, state, room, dtype)
+    decoder = Decoder(model, state, room)
     step: Callable[[Tensor], Tensor] = decoder.step
     if cell.compiled:
         step = compile_decoding(step, token.device, decoder.tensors())
-    n_bytes = state.n_bytes
-    if dtype is not None:
-        n_bytes -= sum(_halved_bytes(layer) for layer in state.layers)
-    return Prepared(lambda: step(token), n_bytes, weight_bytes(model))
-
-
-def _halved_bytes(state: AttentionState) -> int:
-    """Return the bytes that a step does not read if keys, values and means are bfloat16."""
-    cache = state.cache if isinstance(state, VQState) else None
-    mean = 0 if cache is None else cache.mean.nbytes
-    return (state.k.nbytes + state.v.nbytes + mean) // 2
+    return Prepared(lambda: step(token), state.n_bytes, weight_bytes(model))
 
 
 def _prefill_random(model: TransformerVQ, n_tokens: int) -> Context:
@@ -420,8 +366,6 @@ class Options(Output):
     """Prompt lengths for which the peak memory of the prefill is measured."""
     compile: bool = False
     """Also measure compiled decoding."""
-    state_precisions: tuple[Precision, ...] = ("fp32",)
-    """Precisions of the values in the state of vq: fp32, bf16 or both."""
     memory_gb: float = 16.0
     """Memory limit of a measurement."""
     time_limit: float = 1200.0
@@ -430,23 +374,5 @@ class Options(Output):
     device: Device = "auto"
 
 
-def measure_options(options: Options) -> Record:
-    """Measure all models, contexts and batch sizes that the options describe."""
-    sizes = {name: getattr(options, name) for name in ("d_k", "n_code", "block_len")}
-    check_positive(contexts=options.contexts, batches=options.batches, prefills=options.prefills)
-    return run(
-        replace(PRESETS[options.preset].model, **{x: n for x, n in sizes.items() if n is not None}),
-        contexts=options.contexts,
-        batches=options.batches,
-        kinds=options.kinds,
-        prefills=options.prefills,
-        compiled=options.compile,
-        state_precisions=options.state_precisions,
-        memory_gb=options.memory_gb,
-        time_limit=options.time_limit,
-        device=find_device(options.device),
-    )
-
-
 if __name__ == "__main__":
-    main(Options, measure_options, table, plot_decode)
+    main(Options, run, table, plot_decode)

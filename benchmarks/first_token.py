@@ -19,29 +19,32 @@ import torch
 import tyro
 
 import gpt2
-from common import Device, Interrupted, Output, Record, check_positive, main, median_seconds
-from measure import Failure, free_memory, in_subprocess, machine
+from common import (
+    Device,
+    Interrupted,
+    Output,
+    Record,
+    check_positive,
+    log_lengths,
+    log_values,
+    main,
+    median_seconds,
+)
+from measure import (
+    Failure,
+    free_memory,
+    in_subprocess,
+    machine,
+)
 from serving import connection_to, events, post, serving
 from transformer_vq.config import ModelConfig
-from transformer_vq.data.tokenizers import Tokenizer
 from transformer_vq.device import find_device
 from transformer_vq.errors import MissingExtraError, UserError
 from transformer_vq.memory_use import peak_bytes_of
-from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.plots import BLUE, GREEN, ORANGE, SKY, label_end, new_figure, note
 from transformer_vq.progress import Advance, progress_bar
 from transformer_vq.serve.engine import check_servable
 from transformer_vq.training.loading import load_model_and_tokenizer
-from transformer_vq.training.plot_style import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    SKY,
-    label_end,
-    log_lengths,
-    log_values,
-    new_figure,
-    note,
-)
 
 QUESTION = "\n\nWhat happened at the beginning of the story?\n\n"
 
@@ -56,30 +59,22 @@ class RequestError(RuntimeError):
     """A request that did not get the expected response."""
 
 
-def measure(
-    run: str,
-    model: TransformerVQ,
-    tokenizer: Tokenizer,
-    text: str,
-    lengths: Sequence[int],
-    gpt2_lengths: Sequence[int],
-    *,
-    time_limit: float = 3600.0,
-    memory_gb: float | None = None,
-    device: torch.device | None = None,
-) -> Record:
+def measure(options: Options) -> Record:
     """Measure documents of all lengths through a server, then GPT-2.
 
-    model, tokenizer: those of the run. text: what documents are made of. time_limit, memory_gb:
-    limits of GPT-2; by default the memory that is free. Raises Interrupted on Ctrl-C.
+    Raises Interrupted on Ctrl-C.
     """
+    lengths = options.tokens
+    gpt2_lengths = lengths if options.gpt2_tokens is None else options.gpt2_tokens
+    device = find_device(options.device)
+    memory_gb = options.memory_gb or free_memory(device) / 1e9
+    check_positive(tokens=lengths, gpt2_tokens=gpt2_lengths)
+    check_positive(time_limit=options.time_limit, memory_gb=options.memory_gb)
+    run, (model, tokenizer) = options.model, load_model_and_tokenizer(options.model)
     check_servable(model)
-    device = device or torch.device("cpu")
-    tokens = tokenizer.encode(text)
+    tokens = tokenizer.encode(options.text.read_text("utf-8", errors="replace"))
     if not tokens:
         raise UserError("the text for documents is empty; give a longer one")
-    memory_gb = free_memory(device) / 1e9 if memory_gb is None else memory_gb
-    check_positive(time_limit=time_limit, memory_gb=memory_gb)
     lengths, gpt2_lengths = sorted(set(lengths)), sorted(set(gpt2_lengths))
     record: Record = {
         "what": "time to the first token of a document, through the server; GPT-2 without one",
@@ -96,7 +91,7 @@ def measure(
         with progress_bar("first token", n_stages, "stages") as advance:
             for row in served_rows(run, documents, lengths, device, advance):
                 record["first_token"].append(row)
-            rows = baseline_rows(model.config, gpt2_lengths, time_limit, memory_gb, device)
+            rows = baseline_rows(model.config, gpt2_lengths, options.time_limit, memory_gb, device)
             for n in gpt2_lengths:
                 advance(0, note=f"GPT-2, {n:,} tokens")
                 record["gpt2"].append(next(rows))
@@ -466,23 +461,5 @@ class Options(Output):
     device: Device = "auto"
 
 
-def measure_options(options: Options) -> Record:
-    """Measure the documents that the options describe."""
-    gpt2_tokens = options.tokens if options.gpt2_tokens is None else options.gpt2_tokens
-    check_positive(tokens=options.tokens, gpt2_tokens=gpt2_tokens)
-    model, tokenizer = load_model_and_tokenizer(options.model)
-    return measure(
-        options.model,
-        model,
-        tokenizer,
-        options.text.read_text("utf-8", errors="replace"),
-        options.tokens,
-        gpt2_tokens,
-        time_limit=options.time_limit,
-        memory_gb=options.memory_gb,
-        device=find_device(options.device),
-    )
-
-
 if __name__ == "__main__":
-    main(Options, measure_options, table, plot_first_token)
+    main(Options, measure, table, plot_first_token)

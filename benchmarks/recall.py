@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import tyro
 from torch import nn
 
-from common import Device, Output, Record, check_positive, main
+from common import Device, Output, Record, check_positive, log_lengths, main
 from measure import machine
 from recall_models import (
     build,
@@ -43,20 +43,12 @@ from recall_tasks import (
     check_lengths,
     read_text,
 )
-from transformer_vq.checks import shown
 from transformer_vq.device import evaluating, find_device
 from transformer_vq.errors import TrainingError, UserError
 from transformer_vq.files import check_can_write, file_digest, read_json, write_json
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.plots import GREEN, MUTED, VERMILION, new_figure, note
 from transformer_vq.progress import Advance, info, progress_bar
-from transformer_vq.training.plot_style import (
-    GREEN,
-    MUTED,
-    VERMILION,
-    log_lengths,
-    new_figure,
-    note,
-)
 
 WARMUP = 50  # steps
 
@@ -70,31 +62,29 @@ EVAL_TOKENS = 8192  # per forward pass
 FULL = Candidate("full")
 
 
-def run(
-    out: Path,
-    tasks: Sequence[RecallTask],
-    models: Sequence[Candidate],
-    seeds: int,
-    settings: RecallSettings,
-    text: Path | None = None,
-    device: torch.device | None = None,
-) -> Record:
+def run(options: Options) -> Record:
     """Train and evaluate every model on every task with seeds 0, 1, ...; return the record.
 
-    out: the record file, which is updated after each training. Trainings that it contains are
-    skipped. text: a file to hide the key-value pairs of needle in.
+    The record file is updated after each training. Trainings that it contains are skipped.
     """
+    for name in ("tasks", "models", "codes"):
+        if not getattr(options, name):
+            raise UserError(f"--{name}: give at least one value")
+    check_positive(seeds=options.seeds, codes=options.codes)
+    out, settings, tasks, text = options.out, options.settings, options.tasks, options.text
+    models = candidates(options.models, options.codes)
     check_lengths(tasks, settings)
-    if any(candidate.model == "mamba" for candidate in models):
+    if "mamba" in options.models:
         check_transformers()
     for candidate in models:  # check all sizes before the first training
         settings.model(candidate, vocab_size=2)
     found = None if text is None else read_text(text, max(*settings.lengths, settings.train_len))
-    device = device or torch.device("cpu")
-    digest = None if text is None else file_digest(text)
-    wanted = {**settings.record(), "text": digest}
+    device = find_device(options.device)
+    wanted = {**settings.record(), "text": None if text is None else file_digest(text)}
     record = _open(out, wanted, device)
-    todo = [(seed, task, model) for seed in range(seeds) for task in tasks for model in models]
+    todo = [
+        (seed, task, model) for seed in range(options.seeds) for task in tasks for model in models
+    ]
     for number, (seed, task, candidate) in enumerate(todo, start=1):
         if _has(record, task, candidate, seed):
             continue
@@ -132,12 +122,8 @@ def _open(out: Path, wanted: dict[str, Any], device: torch.device) -> Record:
         raise UserError(f"--out {out}: the file is not a record of this benchmark; use another one")
     stored = record["settings"]
     if stored != wanted:
-        changes = ", ".join(
-            f"--{name.replace('_', '-')} ({shown(stored.get(name))} -> {shown(wanted.get(name))})"
-            for name in {**wanted, **stored}
-            if stored.get(name) != wanted.get(name)
-        )
-        raise UserError(f"--out {out} has other settings: {changes}; keep them or use another file")
+        changes = [name for name in wanted if stored.get(name) != wanted[name]]
+        raise UserError(f"--out {out} has other settings: {', '.join(changes)}; use another file")
     return record
 
 
@@ -413,22 +399,5 @@ class Options(Output):
     device: Device = "cpu"
 
 
-def run_options(options: Options) -> Record:
-    """Train and evaluate all models that are not recorded; return the record."""
-    for name in ("tasks", "models", "codes"):
-        if not getattr(options, name):
-            raise UserError(f"--{name}: give at least one value")
-    check_positive(seeds=options.seeds, codes=options.codes)
-    return run(
-        options.out,
-        options.tasks,
-        candidates(options.models, options.codes),
-        options.seeds,
-        options.settings,
-        options.text,
-        find_device(options.device),
-    )
-
-
 if __name__ == "__main__":
-    main(Options, run_options, table, plot_recall)
+    main(Options, run, table, plot_recall)

@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from transformer_vq.checks import Range, check_fields, shown
+from common import check_positive
 from transformer_vq.config import ModelConfig
 from transformer_vq.errors import UserError
 
@@ -38,11 +38,6 @@ SHORTEST = 16  # tokens of the shortest training sequences
 SHORT_BLOCKS = 4  # blocks of the longest training sequences with full attention
 
 MAX_LEN = 2**20
-
-Count = Annotated[int, Range(1, 10**9)]
-
-Length = Annotated[int, Range(1, MAX_LEN)]
-
 
 Array = npt.NDArray[np.int64]
 
@@ -241,26 +236,26 @@ class RecallSettings:
     Field docstrings are the help texts of `recall.py`.
     """
 
-    lengths: tuple[Length, ...] = (128, 256, 512, 1024, 2048)
+    lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048)
     """Context lengths to evaluate."""
-    train_len: Length = 512
+    train_len: int = 512
     """Longest training sequences. Training starts with 16 tokens."""
-    steps: Count = 1000
+    steps: int = 1000
     """Training steps per model."""
-    full_share: Annotated[float, Range(0, 1)] = 0.5
+    full_share: float = 0.5
     """Fraction of the steps in which vq and window train with full attention, on sequences of up to
     4 blocks, because quantized keys delay the start of learning."""
-    step_tokens: Count = 2048
+    step_tokens: int = 2048
     """Tokens per training step."""
-    lr: Annotated[float, Range(0, 1, above=True)] = 3e-3
+    lr: float = 3e-3
     """Peak learning rate of AdamW."""
-    eval_sequences: Count = 64
+    eval_sequences: int = 64
     """Held-out sequences per context length."""
-    pairs: Annotated[int, Range(1, N_KEYS)] = 16
+    pairs: int = 16
     """Key-value pairs of mqar."""
-    copied: Annotated[int, Range(1, N_KEYS + N_VALUES)] = 16
+    copied: int = 16
     """Tokens of the string of copy."""
-    value_len: Length = 4
+    value_len: int = 4
     """Tokens of the value of needle."""
     d_model: int = 64
     """Width of the residual stream."""
@@ -272,11 +267,12 @@ class RecallSettings:
     """Tokens per block."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if not self.lengths:
-            raise UserError("lengths: give at least one context length")
+        numbers = {name: x for name, x in vars(self).items() if name != "full_share"}
+        check_positive(**numbers)
         if self.train_len < SHORTEST:
-            raise UserError(f"train_len={shown(self.train_len)}: must be at least {SHORTEST}")
+            raise UserError(f"--train-len {self.train_len}: must be at least {SHORTEST}")
+        if self.pairs > N_KEYS or self.copied > N_KEYS + N_VALUES:
+            raise UserError(f"at most {N_KEYS} --pairs and {N_KEYS + N_VALUES} --copied tokens")
         _ = self.model(Candidate("full"), vocab_size=2)  # checks the sizes
 
     def model(self, candidate: Candidate, vocab_size: int) -> ModelConfig:
@@ -335,6 +331,6 @@ def check_lengths(tasks: Sequence[RecallTask], settings: RecallSettings) -> None
         for length in settings.lengths:
             if length < shortest:
                 raise UserError(
-                    f"lengths={shown(length)}: {task} needs at least {shortest} tokens; use longer "
+                    f"--lengths {length}: {task} needs at least {shortest} tokens; use longer "
                     "contexts or fewer tokens to remember"
                 )

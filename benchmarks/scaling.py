@@ -272,8 +272,6 @@ class Options(Output):
     """Model sizes of the second grid, as d_model x n_layer."""
     seeds: int = 3
     """Runs per codebook size and per model size."""
-    jobs: int = 1
-    """Number of runs at the same time; each gets its share of the cores."""
     runs: Path = Path("runs/scaling")
     """Folder for the runs."""
     out: Path = Path("runs/scaling.json")
@@ -284,11 +282,11 @@ class Options(Output):
 
 def measure(options: Options) -> Record:
     """Train and evaluate all trials that are not recorded; return the record."""
-    check_positive(seeds=options.seeds, jobs=options.jobs)
+    check_positive(seeds=options.seeds)
     variants = code_variants(options.run, options.codes)
     variants |= size_variants(options.run, options.sizes)
     trials = trials_of(variants, options.seeds)
-    return record(run_grid(trials, options.runs, options.out, options.jobs, record))
+    return run_grid(trials, options.runs, options.out, record)
 
 
 if __name__ == "__main__":

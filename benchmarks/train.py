@@ -15,7 +15,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from common import Interrupted, Output, Record, check_positive, main
+from common import Interrupted, Output, Record, check_positive, log_lengths, log_values, main
 from measure import (
     OUT_OF_MEMORY,
     TIME_LIMIT,
@@ -32,8 +32,7 @@ from transformer_vq.config import (
 )
 from transformer_vq.device import find_device, total_memory
 from transformer_vq.errors import UserError
-from transformer_vq.progress import progress_bar, warn
-from transformer_vq.training.plot_style import (
+from transformer_vq.plots import (
     BLUE,
     GREEN,
     MUTED,
@@ -42,11 +41,10 @@ from transformer_vq.training.plot_style import (
     SKY,
     VERMILION,
     label_end,
-    log_lengths,
-    log_values,
     new_figure,
     note,
 )
+from transformer_vq.progress import progress_bar, warn
 
 KIND_NAMES: dict[StepKind, str] = {
     "full": "full attention",

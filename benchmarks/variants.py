@@ -214,8 +214,6 @@ class Options(Output):
     """Runs per variant."""
     position_len: int | None = None
     """Length of the contexts in which the loss by position is measured; None uses train.seq-len."""
-    jobs: int = 1
-    """Number of runs at the same time; each gets its share of the cores."""
     runs: Path = Path("runs/variants")
     """Folder for the runs."""
     out: Path = Path("runs/variants.json")
@@ -226,10 +224,10 @@ class Options(Output):
 
 def measure(options: Options) -> Record:
     """Train and evaluate all trials that are not recorded; return the record."""
-    check_positive(seeds=options.seeds, jobs=options.jobs)
+    check_positive(seeds=options.seeds)
     variants = variants_of(options.run, options.variants)
     trials = trials_of(variants, options.seeds, options.position_len)
-    return record(run_grid(trials, options.runs, options.out, options.jobs, record))
+    return run_grid(trials, options.runs, options.out, record)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The documentation site: links, navigation, options, extras and the generated page."""
+"""The pages of the project: links, paths, options, make targets, extras and navigation."""
 
+import ast
 import importlib.util
 import re
 import tomllib
@@ -11,13 +12,22 @@ import transformer_vq
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
-CONFIG = (ROOT / "mkdocs.yml").read_text()
+SITE = sorted(DOCS.rglob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), ROOT / "benchmarks" / "RESULTS.md", *SITE]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
-
-
-def name(page: Path) -> str:
-    return str(page.relative_to(DOCS))
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+SHARED_OPTIONS = [
+    ROOT / path
+    for path in ("benchmarks/common.py", "benchmarks/steps.py", "transformer_vq/config.py")
+]
+MAKEFILE = (ROOT / "Makefile").read_text()
+REFERENCE = dict(
+    re.findall(
+        r"^## tvq (\w+)\n\n```text\n(.*?)^```$",
+        (DOCS / "reference" / "commands.md").read_text(),
+        flags=re.DOTALL | re.MULTILINE,
+    )
+)
 
 
 def anchors(page: Path) -> set[str]:
@@ -28,57 +38,63 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", title) for title in plain}
 
 
-def test_navigation_lists_every_page_once():
-    listed = re.findall(r"^ +- .*: ([\w/.-]+\.md)$", CONFIG, flags=re.MULTILINE)
-    assert sorted(listed) == sorted({*map(name, PAGES), "measurements/RESULTS.md"})
+@pytest.fixture(params=PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def page(request):
+    return request.param
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_and_anchors_resolve(page):
-    text = FENCE.sub("", page.read_text())
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if "://" in target:
-            continue
+def test_links_anchors_and_paths_exist(page):
+    text = page.read_text()
+    missing = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
         path, _, anchor = target.partition("#")
         file = page.parent / path if path else page
-        assert file.is_file(), target
-        assert file.absolute().is_relative_to(DOCS), f"{target} is not part of the site"
-        assert not anchor or anchor in anchors(file), target
+        if "://" in target:
+            continue
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            missing.append(target)
+        elif page in SITE and not file.absolute().is_relative_to(DOCS):
+            missing.append(f"{target} is not part of the site")
+    folders = "benchmarks|docs|examples|tests|transformer_vq"
+    for quoted, included in re.findall(rf"`((?:{folders})/[\w./-]*)|--8<-- \"([^\"]+)\"", text):
+        if not (ROOT / (quoted or included)).exists():
+            missing.append(quoted or included)
+    assert missing == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_paths_named_in_the_text_exist(page):
-    pattern = r"`((?:benchmarks|docs|examples|tests|transformer_vq)/[\w./-]*)|--8<-- \"([^\"]+)\""
-    paths = [a or b for a, b in re.findall(pattern, page.read_text())]
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+def test_commands_options_targets_and_extras_exist(page):
+    if page.name == "CHANGELOG.md":
+        return  # names what went
+    text, wrong = page.read_text(), []
+    for line in re.findall(r"`tvq ([a-z][^`\n]*)", text):
+        known = REFERENCE.get(line.split()[0], "").replace(",", " ").replace("\n", " ")
+        options = re.findall(r"--[\w.-]+", line)
+        if not known or any(f"{option} " not in known for option in options):
+            wrong.append(f"tvq {line}")
+    for script, options in re.findall(r"python (benchmarks/\w+\.py)((?:[^`\n\\]|\\\n)*)", text):
+        names = {option.rpartition(".")[2] for option in re.findall(r"--([\w.-]+)", options)}
+        known = "".join(path.read_text() for path in (ROOT / script, *SHARED_OPTIONS))
+        wrong += [f"{script} --{x}" for x in names if f" {x.replace('-', '_')}: " not in known]
+    targets = re.findall(r"(?:^    |`)make ([\w-]+)", text, flags=re.MULTILINE)
+    wrong += [f"make {target}" for target in targets if f"\n{target}:" not in MAKEFILE]
+    named = [x for extras in re.findall(r"\.\[([\w,]+)\]'", text) for x in extras.split(",")]
+    wrong += [f"extra {extra}" for extra in named if extra not in EXTRAS]
+    assert wrong == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_options_of_commands_in_sentences_exist(page):
-    reference = dict(
-        re.findall(
-            r"^## tvq (\w+(?: [\w-]+)?)\n\n```text\n(.*?)^```$",
-            (DOCS / "reference" / "commands.md").read_text(),
-            flags=re.DOTALL | re.MULTILINE,
-        )
-    )
-    for line in re.findall(r"`tvq ([^`\n]*)", page.read_text()):
-        words = line.split()
-        command = words[0]
-        for option in re.findall(r"--[\w.-]+", line):
-            assert f"{option} " in reference[command].replace(",", " ").replace("\n", " "), line
+def test_navigation_lists_every_page_once():
+    config = (ROOT / "mkdocs.yml").read_text()
+    listed = re.findall(r"^ +- .*: ([\w/.-]+\.md)$", config, flags=re.MULTILINE)
+    pages = {str(page.relative_to(DOCS)) for page in SITE}
+    assert sorted(listed) == sorted({*pages, "measurements/RESULTS.md"})
 
 
 def test_table_of_extras_agrees_with_the_project():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
     rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (DOCS / "getting-started.md").read_text(), re.M)
-    table = {extra: text for extra, text in rows if extra in extras}
-    assert list(table) == [extra for extra, _ in rows[: len(table)]]
-    assert table.keys() == extras.keys()
-    included = re.search(r"\[(.*)\]", extras["all"][0])[1].split(",")
-    assert set(re.findall(r"`(\w+)`", table["all"])) == extras.keys() - {*included, "all"}
+    table = {extra: text for extra, text in rows if extra in EXTRAS}
+    assert table.keys() == EXTRAS.keys()
+    included = re.search(r"\[(.*)\]", EXTRAS["all"][0])[1].split(",")
+    assert set(re.findall(r"`(\w+)`", table["all"])) == EXTRAS.keys() - {*included, "all"}
 
 
 def test_api_page_documents_every_public_name():
@@ -92,3 +108,36 @@ def test_commands_page_is_up_to_date():
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     assert generate.PAGE.read_text() == generate.page(), "run `make docs`"
+
+
+KINDS = "Definition|Theorem|Corollary|Remark|Section|Table|Code"
+ROWS = re.findall(
+    rf"^\| ((?:{KINDS})s? [^|]*)\|([^|]*)\|([^|]*)\|$", (DOCS / "paper.md").read_text(), re.M
+)
+
+
+def names_in(path: Path) -> set[str]:
+    """Return the functions, classes, methods and constants that a file defines."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    found = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    return found | {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def test_paper_table_lists_every_numbered_statement():
+    named = " ".join(paper for paper, _, _ in ROWS)
+    numbers = set(re.findall(r"\d\.\d+", named))
+    assert numbers >= {f"2.{n}" for n in range(1, 9)} | {f"3.{n}" for n in range(1, 11)}
+    assert all(f"Code {n}" in named for n in range(1, 5))
+
+
+def test_paper_table_names_existing_code_and_tests():
+    missing = []
+    for _, code, test in ROWS:
+        named = re.findall(r"`([\w/]+\.py)`(?: `([\w.]+)`)?", code)
+        named += [tuple(test.strip(" `").partition("::")[::2])]
+        for path, name in named:
+            file = ROOT / path if (ROOT / path).exists() else ROOT / "transformer_vq" / path
+            parts = set(filter(None, name.split(".")))
+            if not file.is_file() or (parts and not parts <= names_in(file)):
+                missing.append(f"{path} {name}")
+    assert missing == []

@@ -44,6 +44,7 @@ def test_table_is_that_of_the_results(name):
     assert missing == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_committed_figure_can_be_plotted_again(name, tmp_path):
     figures = importlib.import_module("figures")

@@ -49,37 +49,6 @@ def test_emulated_precision_stays_within_its_budget(clock):
     assert max(emulated) == 2 * 32**3  # larger products would exceed the budget
 
 
-def test_precision_too_slow_for_any_shape_has_the_rate_of_the_probe(clock):
-    clock.speeds = {torch.bfloat16: 500.0}
-    assert rates.matmul_rates(CPU, ["bf16"]) == {"bf16": pytest.approx(500.0)}
-    assert {flops for _, flops in clock.products} == {2 * 8**3}
-
-
-def test_shape_slower_than_predicted_is_not_repeated(clock, monkeypatch):
-    fast = torch.mm
-
-    def slow_when_large(a, b):
-        fast(a, b)
-        if a.shape[0] >= 64:
-            clock.now += 100.0
-
-    monkeypatch.setattr(torch, "mm", slow_when_large)
-    assert rates.matmul_rates(CPU, ["fp32"]) == {"fp32": pytest.approx(1e8)}
-    assert clock.now < rates.BUDGET + 101.0
-
-
-def test_best_rate_counts(clock, monkeypatch):
-    fast = torch.mm
-
-    def slow_when_large(a, b):
-        fast(a, b)
-        if a.shape[0] == 128:
-            clock.now += 1.0
-
-    monkeypatch.setattr(torch, "mm", slow_when_large)
-    assert rates.matmul_rates(CPU, ["fp32"]) == {"fp32": pytest.approx(1e8)}
-
-
 @pytest.mark.parametrize(
     ("used", "has_bf16", "want"),
     [

@@ -1,4 +1,4 @@
-"""The tasks of `tvq bench recall`: what is scored, and what it depends on."""
+"""The tasks of `benchmarks/recall.py`: what is scored, and what it depends on."""
 
 from collections import Counter
 
@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from recall_tasks import (
-    FIRST_KEY,
-    FIRST_VALUE,
     MARK,
     VOCAB_SIZE,
     RecallData,
@@ -66,47 +64,6 @@ def test_batch_is_a_function_of_the_seed(task):
     assert not torch.equal(first.tokens, data.batch([1, 3], 4, 100).tokens)
     assert not torch.equal(first.tokens, data.batch([1, 2], 4, 100, held_out=True).tokens)
     assert len({tuple(row) for row in first.tokens.tolist()}) == 4
-
-
-def test_mqar_asks_every_key_once_far_beyond_the_window():
-    settings = RecallSettings()
-    tokens = RecallData("mqar", settings).batch([0], 16, 2048).tokens
-    distances = []
-    for row in tokens.tolist():
-        keys = [(token, i) for i, token in enumerate(row) if FIRST_KEY <= token < FIRST_VALUE]
-        assert set(Counter(token for token, _ in keys).values()) <= {1, 2}  # the last may be cut
-        pairs = dict(keys[:16])
-        assert len(pairs) == 16
-        distances += [i - pairs[token] for token, i in keys[16:]]
-    assert len(distances) >= 16 * 16 - 1
-    assert np.median(distances) > 16 * settings.block_len
-    assert max(distances) > 1900
-
-
-@pytest.mark.parametrize("task", ["copy", "needle"])
-def test_mark_occurs_exactly_twice(task):
-    tokens = RecallData(task, RecallSettings()).batch([0], 50, 300).tokens
-    assert ((tokens == MARK).sum(1) == 2).all()
-
-
-@pytest.mark.parametrize("task", ["copy", "needle"])
-def test_string_is_hidden_at_every_depth(task):
-    tokens = RecallData(task, RecallSettings()).batch([0], 400, 100).tokens
-    depths = (tokens == MARK).int().argmax(1)
-    assert depths.min() < 5
-    assert depths.max() > 60
-
-
-def test_noise_of_needle_is_predictable_like_text():
-    """Some tokens follow a token much more often than others, in every batch the same ones."""
-    data = RecallData("needle", RecallSettings())
-    counts = np.zeros((2, VOCAB_SIZE, VOCAB_SIZE))
-    for i in range(2):
-        tokens = data.batch([i], 200, 500).tokens.numpy()
-        np.add.at(counts[i], (tokens[:, :-1], tokens[:, 1:]), 1)
-    best = counts.argmax(-1)
-    assert (best[0] == best[1])[1:].mean() > 0.9
-    assert 0.1 < counts[0].max(-1).sum() / counts[0].sum() < 0.3
 
 
 def test_needle_in_text_keeps_the_last_tenth_for_the_evaluation():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # each script is a new process; test_results.py imports all of them
 ROOT = Path(__file__).parents[2]
 SHAPE = "--d-model 16 --n-layer 1 --d-k 8 --n-code 8 --block-len 8 --vocab-size 16 --device cpu"
 RUN = (
@@ -37,7 +38,6 @@ LINES = {
     "context": ("", "rows"),
 }  # fmt: skip
 WITHOUT_FIGURE = {"documents", "prepare", "kernels", "serve", "context"}
-FAST = {"compress", "recall"}
 
 
 @pytest.fixture
@@ -60,10 +60,7 @@ def run(folder, script, line):
     )
 
 
-@pytest.mark.parametrize(
-    "script",
-    [pytest.param(x, marks=() if x in FAST else pytest.mark.slow) for x in LINES],
-)
+@pytest.mark.parametrize("script", LINES)
 def test_script_writes_its_record_and_prints_its_table(script, folder):
     line, key = LINES[script]
     if script == "kernels":

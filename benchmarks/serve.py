@@ -324,7 +324,6 @@ def table(record: Record) -> str:
     outcomes = found["outcomes"]
     first = found["first_token_seconds"]
     memory = ", ".join(f"{name} {value:,.0f}" for name, value in found["memory_mb"].items())
-    health = [f"{x:.2f}" for x in found.get("health_seconds", {}).values()]
     shown = ["", ""] if first["median"] is None else [f"{first[x]:.2f}" for x in ("median", "95%")]
     rows = [
         ("clients", f"{found['clients']:,}"),
@@ -333,7 +332,6 @@ def table(record: Record) -> str:
         ("complete texts", f"{outcomes.get('complete', 0):,}"),
         ("cancelled by clients", f"{outcomes.get('cancelled', 0):,}"),
         ("malformed, rejected with the right status", f"{outcomes.get('rejected', 0):,}"),
-        ("hostile, answered as they should be", f"{outcomes.get('hostile', 0):,}"),
         ("unexpected errors", f"{outcomes.get('wrong', 0):,}"),
         ("complete texts that differ from the same request alone", f"{found['different_texts']:,}"),
         ("complete texts that differ from a batch of one", f"{found['different_from_single']:,}"),
@@ -342,8 +340,11 @@ def table(record: Record) -> str:
         ("share of the bare engine", f"{found['share_of_engine']:.2f}"),
         ("seconds to the first token, prompts up to 2,048 tokens: median / 95%", " / ".join(shown)),
         ("memory of the server in MB", memory),
-        ("seconds until /health answers: median / largest", " / ".join(health)),
     ]
+    if "health_seconds" in found:
+        health = " / ".join(f"{x:.2f}" for x in found["health_seconds"].values())
+        rows.append(("hostile, answered as they should be", f"{outcomes.get('hostile', 0):,}"))
+        rows.append(("seconds until /health answers: median / largest", health))
     return "\n".join(["| load | result |", "| --- | ---: |", *(f"| {a} | {b} |" for a, b in rows)])
 
 

@@ -88,7 +88,7 @@ def test_help_is_fast():
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.4
 
 
-def test_help_and_usage_errors_do_not_import_torch():
+def test_help_and_usage_errors_do_not_import_torch(tmp_path):
     program = """
 import contextlib, io, sys
 import transformer_vq.cli.main as cli
@@ -109,7 +109,7 @@ for line in [["--help"], ["--version"], ["runs"], ["config", "tiny"], *lines, *e
     assert (out.getvalue() == "") == (line in errors), (line, out.getvalue())
     assert not {"torch", "numpy"} & sys.modules.keys(), line
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")

@@ -252,7 +252,7 @@ class RecallSettings:
     4 blocks, because quantized keys delay the start of learning."""
     step_tokens: Count = 2048
     """Tokens per training step."""
-    lr: Annotated[float, Range(0, 1, above=True)] = 3e-3
+    lr: Annotated[float, Range(1e-9, 1)] = 3e-3
     """Peak learning rate of AdamW."""
     eval_sequences: Count = 64
     """Held-out sequences per context length."""

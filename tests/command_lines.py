@@ -74,7 +74,7 @@ BASES: dict[str, tuple[str, ...]] = {
         "corrupt-run new-export",
     ),
     "info": (*PRESETS, "text-run", "books-run --json", "corrupt-run", "--config my.toml"),
-    "config": (*PRESETS, "text-run --format json", "--config my.json --changed-only"),
+    "config": (*PRESETS, "text-run", "--config my.json"),
     "runs": ("", ".", "--sort loss --json", "texts", "text-run --sort name"),
     "plot": ("text-run", "image-run", "text-run full-run --x time --out new.png"),
     "doctor": ("--device cpu --quick", "--device cpu --quick --out new.md --json"),
@@ -111,8 +111,7 @@ PATHS = (
     *("texts", "odd-texts", "note.txt", "nothing", "nothing/below", "note.txt/below", "."),
     *("empty-folder", "empty.txt", "words.jsonl", "image.png", "broken.png", "text-run"),
     *("image-run", "state.safetensors", "unreadable.txt"),
-    *("pipe", "/dev/null", "/dev/zero", "/dev/full", "/dev/null/x", "/proc/nothing", "~/x"),
-    *("loop", "broken-link", "link.txt", "new\nline.txt", "\udcff.txt"),
+    *("/dev/null", "/dev/full", "~/x", "broken-link", "link.txt", "new\nline.txt", "\udcff.txt"),
     *("corrupt-run", "text-run/config.json", "text-run/best/model.safetensors", "x" * 300),
 )
 ODD = (*NUMBERS, *REALS, *WORDS, *PATHS)

@@ -40,7 +40,7 @@ BASES: dict[str, tuple[str, ...]] = {
         "text-run",
         "books-run --json",
         "full-run --split validation",
-        "text-run --max-tokens 5 --out new.json",
+        "text-run --max-tokens 5",
         "text-run --data.path books/train",
         "image-run --max-tokens 40 --protocol windowed",
         "corrupt-run --checkpoint last",
@@ -77,7 +77,7 @@ BASES: dict[str, tuple[str, ...]] = {
     "config": (*PRESETS, "text-run", "--config my.json"),
     "runs": ("", ".", "--sort loss --json", "texts", "text-run --sort name"),
     "plot": ("text-run", "image-run", "text-run full-run --x time --out new.png"),
-    "doctor": ("--device cpu --quick", "--device cpu --quick --out new.md --json"),
+    "doctor": ("--device cpu --quick", "--device cpu --quick --json"),
     "demo": ("--steps 1 --out new-run",),
 }
 """Valid command lines that run in well under a second; odd options are added to them."""
@@ -111,7 +111,7 @@ PATHS = (
     *("texts", "odd-texts", "note.txt", "nothing", "nothing/below", "note.txt/below", "."),
     *("empty-folder", "empty.txt", "words.jsonl", "image.png", "broken.png", "text-run"),
     *("image-run", "state.safetensors", "unreadable.txt"),
-    *("/dev/null", "/dev/full", "~/x", "broken-link", "link.txt", "new\nline.txt", "\udcff.txt"),
+    *("~/x", "broken-link", "link.txt", "new\nline.txt", "\udcff.txt"),
     *("corrupt-run", "text-run/config.json", "text-run/best/model.safetensors", "x" * 300),
 )
 ODD = (*NUMBERS, *REALS, *WORDS, *PATHS)

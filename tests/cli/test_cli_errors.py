@@ -139,7 +139,6 @@ def test_missing_package_is_reported_with_the_install_command(sandbox, package, 
 @pytest.mark.parametrize(
     ("line", "option"),
     [
-        ("eval text-run", "--out old.json"),
         ("sample text-run --tokens 1", "--save-state old"),
         ("sample image-run --images image.png --keep 0.98", "--out old"),
         ("plot text-run full-run", "--out old.png"),
@@ -154,7 +153,6 @@ def test_existing_files_are_replaced_only_with_overwrite(sandbox, line, option):
     assert old.read_text() == "old"
     succeed(sandbox, f"{line} {option} --overwrite")
     assert old.read_bytes() != b"old"
-    assert "pipe" in user_error(sandbox, "sample text-run --save-state pipe --overwrite")
 
 
 def test_prompt_is_read_from_a_pipe_or_stdin(sandbox):
@@ -185,8 +183,8 @@ def test_xdg_cache_home_is_the_default_cache(sandbox):
 
 
 def test_home_folders_in_paths_are_expanded(sandbox):
-    succeed(sandbox, "eval text-run --max-tokens 3 --out=~/result.json")
-    assert (sandbox.home / "result.json").is_file()
+    succeed(sandbox, "plot text-run --out=~/result.png")
+    assert (sandbox.home / "result.png").is_file()
 
 
 @pytest.mark.parametrize("command", ["info", "resume", "eval", "sample"])

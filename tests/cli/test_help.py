@@ -120,7 +120,7 @@ def test_bash_completes_commands_options_choices_and_files(capsys, tmp_path):
         "tvq train tiny --model.head-type ": {"shga", "mqa", "mha", "gqa"},
         "tvq resume run --train.e": {"--train.eval-every", "--train.eval-tokens"},
         "tvq runs --sort ": {"time", "loss", "step", "name"},
-        "tvq eval run --out my-": {"my-file"},
+        "tvq plot run --out my-": {"my-file"},
         "tvq eval my-": set(),  # bash itself completes file names
     }
     (tmp_path / "script").write_text(printed(capsys, "--print-completion", "bash"))

@@ -24,7 +24,7 @@ from tyro.constructors import (
 
 from transformer_vq.checks import check_fields
 from transformer_vq.cli.output import HELP, config_fields
-from transformer_vq.config import ModelConfig, RunConfig
+from transformer_vq.config import ModelConfig, Precision, RunConfig
 from transformer_vq.config_files import (
     SECTIONS,
     field_docs,
@@ -74,6 +74,7 @@ Config = Annotated[
 Run = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Checkpoint = Annotated[str, tyro.conf.arg(help="best, last, or the number of a step.")]
 Device = Annotated[str, tyro.conf.arg(help="cpu, cuda, cuda:1, ...; auto uses a GPU if available.")]
+Matmul = Annotated[Precision, tyro.conf.arg(help="fp32, or bf16 for matrix products.")]
 Json = Annotated[bool, tyro.conf.arg(help="Print one JSON object as the last line of stdout.")]
 Overwrite = Annotated[bool, tyro.conf.arg(help="Replace an existing output file.")]
 

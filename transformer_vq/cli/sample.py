@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from transformer_vq.checks import Range
-from transformer_vq.cli.arguments import Checkpoint, Device, Json, Overwrite, Run, parse
+from transformer_vq.cli.arguments import Checkpoint, Device, Json, Matmul, Overwrite, Run, parse
 from transformer_vq.cli.output import out_of_memory_advice, print_json
-from transformer_vq.config import Precision, Rows, Seed
+from transformer_vq.config import Rows, Seed
 from transformer_vq.errors import UserError
 from transformer_vq.generation import NEW_TOKENS, TEMPERATURE, TOP_P
 
@@ -65,8 +65,7 @@ class SampleOptions:
     checkpoint: Checkpoint = "best"
     compile: bool = False
     """Compile the decoder: takes about 30 seconds and needs a C++ compiler; then faster."""
-    precision: Precision = "fp32"
-    """fp32, or bf16 for matrix products."""
+    precision: Matmul = "fp32"
     device: Device = "auto"
     json: Json = False
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from transformer_vq.checks import Range
-from transformer_vq.cli.arguments import Checkpoint, Device, Run, parse
-from transformer_vq.config import DataConfig, Precision, Rows
+from transformer_vq.cli.arguments import Checkpoint, Device, Matmul, Run, parse
+from transformer_vq.config import DataConfig, Rows
 from transformer_vq.errors import UserError
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ class ServeOptions:
     prefix_memory_mb: Megabytes = 512
     """Memory for the beginnings of prompts, which are not processed again; 0 disables it."""
     checkpoint: Checkpoint = "best"
-    precision: Precision = "fp32"
-    """fp32, or bf16 for matrix products."""
+    precision: Matmul = "fp32"
     device: Device = "auto"
 
 

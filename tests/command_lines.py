@@ -110,7 +110,7 @@ WORDS = (
 PATHS = (
     *("texts", "odd-texts", "note.txt", "nothing", "nothing/below", "note.txt/below", "."),
     *("empty-folder", "empty.txt", "words.jsonl", "image.png", "broken.png", "text-run"),
-    *("image-run", "state.safetensors", "unreadable.txt"),
+    *("image-run", "state.safetensors"),
     *("~/x", "broken-link", "link.txt", "new\nline.txt", "\udcff.txt"),
     *("corrupt-run", "text-run/config.json", "text-run/best/model.safetensors", "x" * 300),
 )
@@ -167,8 +167,8 @@ def command_line(number: int) -> list[str]:
     words = [command, *words[: first[0]]]
     for _ in range(rng.choices((0, 1, 2, 3), (1, 4, 3, 2))[0]):
         groups.append(_random_option(rng, OPTIONS[command]))
-    if rng.random() < 0.3:
-        _mutate(rng, words, groups)
+    if rng.random() < 0.1:
+        groups.insert(0, [rng.choice(("--help", "-h", "--hlep", *ODD))])
     return [*words, *(x for group in groups for x in group)]
 
 
@@ -201,26 +201,3 @@ def _value(rng: random.Random, name: str, hint: Any) -> str:
     if hint is float:
         return rng.choice(("0.1", "0.5", "1", "0.99") if kind < 0.5 else (*REALS, *NUMBERS))
     return rng.choice(PATHS if hint is Path else (*PATHS, *WORDS))
-
-
-def _mutate(rng: random.Random, words: list[str], groups: list[list[str]]) -> None:
-    """Make a mistake that people make: a word too few or too many, or a misspelt option."""
-    stray = [
-        [rng.choice(ODD)],
-        [rng.choice(("--help", "-h", "--hlep"))],
-        _random_option(rng, OPTIONS[rng.choice(list(OPTIONS))]),
-        *groups,
-    ]
-    groups.insert(rng.randint(0, len(groups)), list(rng.choice(stray)))
-    changed = rng.choice(groups)
-    how = rng.randrange(5)
-    if how == 0 and len(changed) > 1:
-        changed.pop()
-    elif how == 1:
-        changed[0] = changed[0][: rng.randint(1, len(changed[0]) or 1)]
-    elif how == 2:
-        changed[0] = changed[0].replace("-", "_").replace("__", "--", 1)
-    elif how == 3 and len(words) > 1:
-        words[-1] = rng.choice(ODD)
-    elif how == 4 and len(words) > 1:
-        words.pop()

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import replace
 
 import pytest
 from helpers import tiny_config
@@ -130,12 +130,6 @@ def test_a_tokenizer_is_rejected_where_it_would_be_ignored():
     assert message.startswith("data.tokenizer='my.model': data.dataset=images does not use it")
 
 
-def test_configs_cannot_be_changed():
-    for part in (PRESETS["tiny"], *(getattr(PRESETS["tiny"], f.name) for f in fields(RunConfig))):
-        with pytest.raises(FrozenInstanceError):
-            setattr(part, fields(part)[0].name, 1)
-
-
 @pytest.mark.parametrize("part", ["model", "data", "optim", "train", "parallel"])
 def test_from_dict_names_options_that_are_unknown_or_not_an_object(part):
     values = PRESETS["tiny"].to_dict()
@@ -177,8 +171,3 @@ def test_from_dict_keeps_a_value_or_rejects_it(preset, field, value):
     found = list(found) if isinstance(found, tuple) else found
     assert found in (value, [value])  # a single path may be a string
     assert isinstance(found, bool) == isinstance(value, bool)
-
-
-def test_a_run_is_made_of_configs():
-    rejection(RunConfig, None)
-    rejection(RunConfig, tiny_config(), train=DataConfig())

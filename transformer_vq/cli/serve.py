@@ -77,9 +77,9 @@ def run(arguments: list[str]) -> None:
     """Serve a model until Ctrl-C."""
     options = parse(ServeOptions, arguments, "serve")
     key = os.environ.get(API_KEY) if options.api_key is None else options.api_key
-    if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+    if key is not None and not (key.strip() == key != "" and key.isascii() and key.isprintable()):
         where = f"--api-key, or the environment variable {API_KEY}"
-        raise UserError(f"{where}: must be printable ASCII text without spaces; or unset it")
+        raise UserError(f"{where}: must be printable ASCII text, not empty; or unset it")
 
     from transformer_vq.serve.server import serve
 

@@ -2,8 +2,7 @@
 
 import json
 import math
-from dataclasses import FrozenInstanceError, fields, replace
-from typing import get_args
+from dataclasses import replace
 
 import pytest
 from helpers import tiny_config
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 from transformer_vq import PRESETS
 from transformer_vq.config import (
     DataConfig,
-    Dataset,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -44,16 +42,6 @@ def test_every_preset_round_trips_through_json(name):
     assert isinstance(again.optim.betas, tuple)
 
 
-def test_unusual_values_round_trip_through_json():
-    config = RunConfig(
-        tiny_config(head_type="mqa", attention="full", revive_below=0.5),
-        DataConfig("pg19", path="/books", tokenizer="/x.model", cache="/c"),
-        OptimConfig(grad_clip=None, betas=(0.5, 0.75)),
-        TrainConfig(init_from="run", wandb="project", tensorboard=True, seed=2**63 - 1),
-    )
-    assert through_json(config) == config
-
-
 def test_only_the_model_section_is_required():
     model = {"vocab_size": 17, "d_model": 16, "n_layer": 2}
     assert RunConfig.from_dict({"model": model}) == RunConfig(ModelConfig(**model))
@@ -76,14 +64,11 @@ def test_differences_name_fields_with_both_values():
     assert other.differences(one)["train.steps"] == (7, one.train.steps)
 
 
-COUNT = "must be an integer of at least 1"
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "begin"),
     [
-        *((TrainConfig, {"steps": x}, f"train.steps={x!r}: {COUNT}") for x in (0, -1, 1.5, 4.0)),
-        *((TrainConfig, {"keep": x}, f"train.keep={x!r}: {COUNT}") for x in (True, "3", None)),
+        (TrainConfig, {"steps": 0}, "train.steps=0: must be an integer of at least 1"),
+        *((TrainConfig, {"steps": x}, f"train.steps={x!r}: must be an") for x in (1.5, True, "3")),
         (TrainConfig, {"batch_size": 2**24 + 1}, "train.batch_size=16777217: must be an"),
         (TrainConfig, {"seed": 2**63}, "train.seed=9223372036854775808: must be an integer of at"),
         (TrainConfig, {"seq_len": 100, "backprop_len": 32}, "train.seq_len=100 is not a multiple"),
@@ -99,39 +84,25 @@ COUNT = "must be an integer of at least 1"
         (OptimConfig, {"lr": math.nan}, "optim.lr=nan: must be a finite number"),
         (OptimConfig, {"lr": 1e31}, "optim.lr=1e+31: must be a number of at most 1e+30"),
         (OptimConfig, {"grad_clip": math.inf}, "optim.grad_clip=inf: must be a finite number, or"),
-        (OptimConfig, {"weight_decay": 1.0}, "optim.weight_decay=1.0: must be a number of at"),
-        (OptimConfig, {"lr_final_share": 1.1}, "optim.lr_final_share=1.1: must be a number of at"),
-        (OptimConfig, {"betas": (0.9, 1.0)}, "optim.betas=(0.9, 1.0): each must be a number of"),
+        (OptimConfig, {"weight_decay": 1.0}, "optim.weight_decay=1.0: must be a number below"),
+        (OptimConfig, {"betas": (0.9, 1.0)}, "optim.betas=(0.9, 1.0): each must be a number"),
         (OptimConfig, {"betas": (0.9,)}, "optim.betas=(0.9,): must be a list of 2 values"),
         (OptimConfig, {"optimizer": "sgd"}, "optim.optimizer='sgd': choose one of adamw, "),
         (OptimConfig, {"update_clip": 2.0}, "optim.update_clip=2.0: optim.optimizer=adamw does"),
         (OptimConfig, {"optimizer": "adafactor", "eps": 1e-3}, "optim.eps=0.001: optim.optimizer="),
         (OptimConfig, {"decay_share": 0.5}, "optim.decay_share=0.5: optim.schedule=cosine"),
-        (tiny_config, {"n_layer": 1.0}, f"model.n_layer=1.0: {COUNT}"),
-        (tiny_config, {"n_code": True}, f"model.n_code=True: {COUNT}"),
         (tiny_config, {"n_layer": 2**12 + 1}, "model.n_layer=4097: must be an integer of at most"),
-        (tiny_config, {"p_dropres": 1.0}, "model.p_dropres=1.0: must be a number of at"),
         (tiny_config, {"d_model": 15}, "model.d_model=15: must be even"),
         (tiny_config, {"d_k": 5, "head_type": "mha"}, "model.d_model=16 is not a multiple"),
-        (tiny_config, {"pe_wavelength": 1.0}, "model.pe_wavelength=1.0: must be a number above 1"),
         (tiny_config, {"commit_coef": -1.0}, "model.commit_coef=-1.0: must be a number"),
-        (tiny_config, {"n_kv_head": 2}, "model.n_kv_head=2 is for model.head_type=gqa"),
+        (tiny_config, {"n_kv_head": 2}, "model.n_kv_head=2 is incompatible with model.head_type="),
         (tiny_config, {"head_type": "gqa", "n_kv_head": 3}, "model.n_kv_head=3 is incompatible"),
-        (tiny_config, {"head_type": "gqa", "n_kv_head": None}, "model.head_type=gqa needs model."),
-        (tiny_config, {"logit_scale": 0.0}, "model.logit_scale=0.0: must not be 0"),
+        (tiny_config, {"head_type": "gqa", "n_kv_head": None}, "model.n_kv_head=None is incompat"),
         (tiny_config, {"final_norm": 1}, "model.final_norm=1: must be true or false"),
     ],
 )
 def test_fields_are_checked(kind, changes, begin):
     assert rejection(kind, **changes).startswith(begin)
-
-
-def test_numbers_may_be_negative_or_integers_where_allowed():
-    assert tiny_config(logit_scale=-2.5).logit_scale == -2.5
-    assert OptimConfig(lr=1, grad_clip=None) == OptimConfig(lr=1.0, grad_clip=None)
-    assert TrainConfig(batch_size=2**24, accumulate=4, seed=2**63 - 1).accumulate == 4
-    OptimConfig("adafactor", update_clip=2.0)
-    OptimConfig(schedule="wsd", decay_share=0.5)
 
 
 @pytest.mark.parametrize(
@@ -154,20 +125,9 @@ def test_the_warmup_of_wsd_ends_before_its_decay():
     RunConfig(tiny_config(), optim=OptimConfig(warmup=81), train=TrainConfig(steps=10))
 
 
-@pytest.mark.parametrize("dataset", get_args(Dataset))
-def test_a_tokenizer_is_rejected_where_it_would_be_ignored(dataset):
-    if dataset not in ("imagenet64", "images"):
-        assert DataConfig(dataset, tokenizer="my.model").tokenizer_name == "my.model"
-        return
-    message = rejection(DataConfig, dataset, tokenizer="my.model")
-    assert message.startswith("data.tokenizer='my.model': ")
-    assert "does not use it; leave it out" in message
-
-
-def test_configs_cannot_be_changed():
-    for part in (PRESETS["tiny"], *(getattr(PRESETS["tiny"], f.name) for f in fields(RunConfig))):
-        with pytest.raises(FrozenInstanceError):
-            setattr(part, fields(part)[0].name, 1)
+def test_a_tokenizer_is_rejected_where_it_would_be_ignored():
+    message = rejection(DataConfig, "images", tokenizer="my.model")
+    assert message.startswith("data.tokenizer='my.model': data.dataset=images does not use it")
 
 
 @pytest.mark.parametrize("part", ["model", "data", "optim", "train", "parallel"])
@@ -211,20 +171,3 @@ def test_from_dict_keeps_a_value_or_rejects_it(preset, field, value):
     found = list(found) if isinstance(found, tuple) else found
     assert found in (value, [value])  # a single path may be a string
     assert isinstance(found, bool) == isinstance(value, bool)
-
-
-@pytest.mark.parametrize(
-    "kind", [ModelConfig, OptimConfig, DataConfig, TrainConfig, ParallelConfig]
-)
-def test_every_field_has_a_type_that_is_checked(kind):
-    needed = {"vocab_size": 16, "d_model": 16, "n_layer": 1} if kind is ModelConfig else {}
-    part = {kind: name for name, kind in RunConfig.__annotations__.items()}[kind.__name__]
-    for field in fields(kind):
-        for value in (b"bytes", 1j, [0.5, 0.5], math.nan, object()):
-            message = rejection(kind, **(needed | {field.name: value}))
-            assert message.startswith(f"{part}.{field.name}=")
-
-
-def test_a_run_is_made_of_configs():
-    rejection(RunConfig, None)
-    rejection(RunConfig, tiny_config(), train=DataConfig())

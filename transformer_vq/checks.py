@@ -23,29 +23,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers from low to high, both included unless `above` or `below` excludes them."""
+    """The numbers from low to high; `below` excludes high."""
 
     low: float = -math.inf
     high: float = math.inf
-    above: bool = False
     below: bool = False
 
-    def problem(self, value: float, kind: str) -> str | None:
-        """Return what is wrong with a number, or None."""
-        too_low = not value >= self.low or (self.above and value == self.low)
-        too_high = value > self.high or (self.below and value == self.high)
-        if too_high and self.high > 1:
-            return f"must be {kind} of at most {self.high:.15g}"
-        return self.describe(kind) if too_low or too_high else None
-
-    def describe(self, kind: str) -> str:
-        """Leave out a high limit that is out of the way: it is not what the user got wrong."""
-        text = f"must be {kind}"
-        if self.low > -math.inf:
-            text += f" {'above' if self.above else 'of at least'} {self.low:.15g}"
-        if self.high <= 1:
-            text += f" and {'below' if self.below else 'at most'} {self.high:g}"
-        return text
+    def problem(self, value: float) -> str | None:
+        """Return what a number must be instead, or None."""
+        if not value >= self.low:
+            return f"of at least {self.low:.15g}"
+        if value > self.high or (self.below and value == self.high):
+            return f"{'below' if self.below else 'of at most'} {self.high:.15g}"
+        return None
 
 
 def check_fields(config: object, part: str = "") -> None:
@@ -69,21 +59,19 @@ def from_plain(kind: type[T], values: object, part: str = "") -> T:
         what = f"the {part or 'run'} config"
         raise UserError(f"{what} must be a JSON object of options and values, not {shown(values)}")
     hints: dict[str, Any] = _hints(kind)  # type: ignore[arg-type]
-    for name in values:
+    found = {}
+    for name, value in values.items():
         if name not in hints:
             raise UserError(f"{_name(part, name)} is not an option{nearest(name, hints)}")
-    found = {}
-    for field in fields(kind):  # type: ignore[arg-type]
-        if field.name not in values:
-            if field.default is MISSING and field.default_factory is MISSING:
-                raise UserError(f"{_name(part, field.name)} is missing from the config")
-            continue
-        hint, value = hints[field.name], values[field.name]
-        if is_dataclass(hint):
-            value = from_plain(hint, value, field.name)  # type: ignore[arg-type]
-        elif get_origin(hint) is tuple and isinstance(value, list):
+        if is_dataclass(hints[name]):
+            value = from_plain(hints[name], value, name)
+        elif get_origin(hints[name]) is tuple and isinstance(value, list):
             value = tuple(value)
-        found[field.name] = value
+        found[name] = value
+    for field in fields(kind):  # type: ignore[arg-type]
+        is_required = field.default is MISSING and field.default_factory is MISSING
+        if is_required and field.name not in found:
+            raise UserError(f"{_name(part, field.name)} is missing from the config")
     return kind(**found)
 
 
@@ -123,25 +111,22 @@ def _problem(hint: Any, value: Any) -> str | None:
         is_valid = isinstance(value, str) and value in arguments
         return None if is_valid else f"choose one of {', '.join(arguments)}"
     if origin is tuple:
-        return _tuple_problem(arguments, value)
+        if not isinstance(value, tuple):
+            return "must be a list of values"
+        kinds = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
+        if len(value) != len(kinds):
+            return f"must be a list of {len(kinds)} values"
+        problems = map(_problem, kinds, value)
+        return next((f"each {text}" for text in problems if text is not None), None)
     if hint in (int, float):
         kind = "an integer" if hint is int else "a number"
         if isinstance(value, bool) or not isinstance(value, int if hint is int else (int, float)):
-            return limits.describe(kind)
-        is_finite = -math.inf < value < math.inf
-        return limits.problem(value, kind) if is_finite else "must be a finite number"
+            return f"must be {kind}"
+        if not -math.inf < value < math.inf:
+            return "must be a finite number"
+        wrong = limits.problem(value)
+        return None if wrong is None else f"must be {kind} {wrong}"
     if not isinstance(value, hint):
         names = {bool: "true or false", str: "text"}
         return f"must be {names.get(hint, f'a {hint.__name__}')}"
     return "must not be empty" if value == "" else None
-
-
-def _tuple_problem(kinds: tuple[Any, ...], value: Any) -> str | None:
-    if not isinstance(value, tuple):
-        return "must be a list of values"
-    if kinds[1:] == (...,):
-        kinds = kinds[:1] * len(value)
-    if len(value) != len(kinds):
-        return f"must be a list of {len(kinds)} values"
-    wrong = (_problem(kind, x) for kind, x in zip(kinds, value, strict=True))
-    return next((f"each {text}" for text in wrong if text is not None), None)

@@ -37,7 +37,7 @@ NotNegative = Annotated[float, Range(0, 1e30)]
 Fraction = Annotated[float, Range(0, 1)]
 BelowOne = Annotated[float, Range(0, 1, below=True)]
 BelowHalf = Annotated[float, Range(0, 0.5, below=True)]
-Wavelength = Annotated[float, Range(1, 1e30, above=True)]
+Wavelength = Annotated[float, Range(2, 1e30)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,19 +101,12 @@ class AttentionConfig(_AttentionFields):
             )
         n_head = self.n_head or (1 if is_gated else self.d_model // self.d_k)
         n_kv_head = self.n_kv_head or {"gqa": 0, "mha": n_head}.get(self.head_type, 1)
-        if n_kv_head == 0:
-            raise UserError("head_type=gqa needs n_kv_head, the number of key heads")
-        if is_gated and max(n_head, n_kv_head) > 1:
-            raise UserError(
-                f"head_type=shga has one head, not {max(n_head, n_kv_head)}; use mha, mqa or gqa"
-            )
-        possible = {"shga": True, "mqa": n_kv_head == 1}
-        possible |= {"mha": n_kv_head == n_head, "gqa": n_head % n_kv_head == 0}
+        possible = {"shga": n_head == n_kv_head == 1, "mqa": n_kv_head == 1}
+        possible |= {"mha": n_kv_head == n_head, "gqa": n_kv_head > 0 and n_head % n_kv_head == 0}
         if not possible[self.head_type]:
             raise UserError(
-                f"n_kv_head={n_kv_head} is incompatible with the {n_head} query heads of "
-                f"head_type={self.head_type}; leave it out, or use gqa and a divisor of "
-                f"{n_head}"
+                f"n_kv_head={self.n_kv_head} is incompatible with head_type={self.head_type} and "
+                f"{n_head} query heads; gqa needs a divisor of {n_head}, shga has one head"
             )
         object.__setattr__(self, "n_head", n_head)
         object.__setattr__(self, "n_kv_head", n_kv_head)
@@ -127,10 +120,7 @@ class AttentionConfig(_AttentionFields):
         d_model / n_head by default; without n_head, the largest divisor of d_model up to 128.
         """
         n_head, n_kv_head = options.get("n_head"), options.get("n_kv_head")
-        sizes = (d_model, n_head or 1, n_kv_head or 1)
-        if not all(type(size) is int and size > 0 for size in sizes):
-            return cls(d_model, **options)  # raises an error
-        if max(sizes[1:]) > 1:
+        if (n_head or n_kv_head or 1) != 1:
             options = {"head_type": "mha" if n_kv_head is None else "gqa"} | options
         if options.get("head_type", cls.head_type) != "shga" and "d_k" not in options:
             if n_head and d_model % n_head:
@@ -138,7 +128,9 @@ class AttentionConfig(_AttentionFields):
                     f"d_model={d_model} is not a multiple of n_head={n_head}; change one of them "
                     "or give d_k"
                 )
-            options["d_k"] = d_model // n_head if n_head else _default_d_k(*sizes[::2])
+            n = n_head or n_kv_head or 1
+            widths = [d_model // n] if n_head else range(min(cls.d_k, d_model), 0, -1)
+            options["d_k"] = next((d for d in widths if d_model % (d * n) == 0), 1)
         return cls(d_model, **options)
 
     @property
@@ -148,12 +140,6 @@ class AttentionConfig(_AttentionFields):
         assert self.n_kv_head is not None
         assert self.d_v is not None
         return Heads(self.n_head, self.n_kv_head, self.d_k, self.d_v, self.head_type == "shga")
-
-
-def _default_d_k(d_model: int, n_kv_head: int) -> int:
-    """Return the largest width up to 128 whose number of heads is a multiple of n_kv_head."""
-    widths = range(min(_AttentionFields.d_k, d_model), 0, -1)
-    return next((d for d in widths if d_model % (d * n_kv_head) == 0), 1)
 
 
 @dataclass(frozen=True)
@@ -198,12 +184,6 @@ class ModelConfig(_AttentionFields):
 
     def __post_init__(self) -> None:
         check_fields(self, "model")
-        if abs(self.logit_scale) < 1e-30:
-            raise UserError(f"model.logit_scale={self.logit_scale}: must not be 0")
-        if self.n_kv_head is not None and self.head_type != "gqa":
-            raise UserError(
-                f"model.n_kv_head={self.n_kv_head} is for model.head_type=gqa; leave it out"
-            )
         try:
             _ = self.layer  # checks the rest
         except UserError as error:

@@ -15,7 +15,7 @@ import inspect
 import json
 import textwrap
 import tomllib
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -25,7 +25,6 @@ from transformer_vq.config import ModelConfig, RunConfig
 from transformer_vq.errors import UserError
 from transformer_vq.presets import PRESETS
 
-FileFormat = Literal["toml", "json"]
 SECTIONS = ("data", "train", "model", "optim", "parallel")
 """Sections of a run config; those that change most come first."""
 ABOUT_RUN = {"format", "tokenizer_sha256", "sha256"}
@@ -74,7 +73,7 @@ class ConfigFile:
 def find_preset(name: str) -> RunConfig:
     """Return a preset by its name."""
     if name not in PRESETS:
-        hint = nearest(str(name), PRESETS)
+        hint = nearest(name, PRESETS)
         raise UserError(f"unknown preset {name!r}{hint}; choose one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
@@ -85,94 +84,56 @@ def read_config_file(path: Path) -> ConfigFile:
     Keys may be written with dashes. `None` written as text means None.
     """
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ConfigFileError(f"{path} is not a run folder (no config.json)")
         path = path / "config.json"
-    values = _parse(path)
+        if not path.is_file():
+            raise ConfigFileError(f"{path.parent} is not a run folder (no config.json)")
+    parse = {".toml": tomllib.loads, ".json": json.loads}.get(path.suffix.lower())
+    if parse is None:
+        raise ConfigFileError(
+            f"{path} is not a config file; use a .toml or .json file, or a run folder"
+        )
+    if not path.exists():
+        raise ConfigFileError(f"{path} does not exist; `tvq config tiny > my.toml` writes one")
+    try:
+        values: Any = parse(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigFileError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigFileError(f"{path}: must contain sections such as [model], not {shown(values)}")
+        values = {shown(values): None}
     preset = values.pop("preset", None)
     found: dict[str, dict[str, Any]] = {}
-    try:
-        if preset is not None:
-            find_preset(preset)
-    except UserError as error:
-        raise ConfigFileError(f"{path}: {error}") from error
     for section, settings in values.items():
         if section in ABOUT_RUN:
             continue
         if not isinstance(settings, dict):
             raise ConfigFileError(
-                f"{path}: {shown(section)} is not a section with options; sections are "
+                f"{path}: {section} is not a section with options; sections are "
                 f"{', '.join(SECTIONS)}"
             )
         found[section] = {
             key.replace("-", "_"): None if value == NONE else value
             for key, value in settings.items()
         }
-    return ConfigFile(path, preset, found)
+    return ConfigFile(path, None if preset is None else str(preset), found)
 
 
-def _parse(path: Path) -> Any:
-    if not path.exists():
-        raise ConfigFileError(f"{path} does not exist; `tvq config tiny > my.toml` writes one")
-    parse = {".toml": tomllib.loads, ".json": json.loads}.get(path.suffix.lower())
-    if parse is None or not path.is_file():
-        raise ConfigFileError(
-            f"{path} is not a config file; use a .toml or .json file, or a run folder"
-        )
-    try:
-        return parse(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigFileError(f"{path} is not valid {path.suffix[1:].upper()}: {error}") from error
-
-
-def config_text(
-    config: RunConfig,
-    kind: FileFormat = "toml",
-    *,
-    title: str = "",
-    preset: str | None = None,
-    base: RunConfig | None = None,
-) -> str:
-    """Return a config file that `read_config_file` reads back.
-
-    TOML explains every option in a comment. title: a comment at the top. preset: written as the
-    preset to start from. base: write only the settings that differ from it, and without a preset
-    those that have no default.
-    """
-    found: dict[str, Any] = {} if preset is None else {"preset": preset}
+def config_text(config: RunConfig, title: str = "") -> str:
+    """Return a TOML file that `read_config_file` reads back; comments explain every setting."""
     lines = [f"# {line}" for line in title.splitlines()]
-    if preset is not None:
-        lines += ["", f"preset = {_toml(preset)}"]
     for section in SECTIONS:
         part = getattr(config, section)
-        settings = {}
+        lines += ["", "", f"[{section}]"]
+        kind: Any = type(part)
+        hints, docs = get_type_hints(kind), field_docs(kind)
         for field in fields(part):
-            value = getattr(part, field.name)
-            is_required = preset is None and field.default is MISSING
-            if base is None or is_required or value != getattr(getattr(base, section), field.name):
-                settings[field.name] = value
-        if settings:
-            found[section] = settings
-            lines += ["", "", f"[{section}]", *_commented(type(part), settings)]
-    if kind == "json":
-        return json.dumps(found, indent=2) + "\n"
+            text, hint, value = docs[field.name], hints[field.name], getattr(part, field.name)
+            if get_origin(hint) is Literal:
+                text += f" One of {', '.join(get_args(hint))}."
+            wrapped = textwrap.wrap(text, COMMENT_WIDTH, break_on_hyphens=False)
+            is_unset = value is None and field.default is None
+            lines += ["", *(f"# {line}" for line in wrapped)]
+            lines.append(f"{'# ' if is_unset else ''}{field.name} = {_toml(value)}")
     return "\n".join(lines).lstrip("\n") + "\n"
-
-
-def _commented(kind: type, settings: dict[str, Any]) -> list[str]:
-    """Return the lines of a TOML section, each setting below its help text."""
-    lines, hints = [], get_type_hints(kind)
-    for name, value in settings.items():
-        text, hint = field_docs(kind)[name], hints[name]
-        if get_origin(hint) is Literal:
-            text += f" One of {', '.join(get_args(hint))}."
-        wrapped = textwrap.wrap(text, COMMENT_WIDTH, break_on_hyphens=False)
-        lines += ["", *(f"# {line}" for line in wrapped)]
-        is_unset = value is None and getattr(kind, name, MISSING) is None
-        lines.append(f"{'# ' if is_unset else ''}{name} = {_toml(value)}")
-    return lines
 
 
 def _toml(value: Any) -> str:
@@ -180,8 +141,7 @@ def _toml(value: Any) -> str:
         return f'"{NONE}"'
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
-    # Numbers and strings are those of JSON, except that DEL must be escaped.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False)  # TOML has the numbers and strings of JSON
 
 
 @cache

@@ -89,13 +89,6 @@ def differences_line(rows: Sequence[Row]) -> str:
     )
 
 
-def differences_table(rows: Sequence[Row]) -> str:
-    """Return a Markdown table of all differences."""
-    lines = ["| heads | reduction | output | gradients |", "| --- | --- | ---: | ---: |"]
-    lines += [f"| {heads} | {name} | {y:.1e} | {grad:.1e} |" for heads, name, y, grad in rows]
-    return "\n".join(lines)
-
-
 def ngram_bits_per_byte(corpus: Corpus, max_order: int = 2) -> list[float]:
     """Return the bits per byte of the test split for orders 0 to `max_order`.
 

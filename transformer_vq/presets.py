@@ -24,11 +24,7 @@ _LARGE = replace(
     logit_scale=0.005,
 )
 
-_ADAMW = OptimConfig()
 _ADAFACTOR = OptimConfig(optimizer="adafactor", lr=0.01, grad_clip=None)
-
-_ENWIK8 = DataConfig(dataset="enwik8", end_of_document=False)
-_PG19 = DataConfig(dataset="pg19", end_of_document=False)
 _IMAGENET64 = DataConfig(dataset="imagenet64")
 
 _PAPER = TrainConfig(precision="bf16", accumulate=0, log_every=10, eval_every=1000, save_every=1000)
@@ -95,20 +91,19 @@ PRESETS: dict[str, RunConfig] = {
     "books": _BOOKS,
     "enwik8-190m": RunConfig(
         model=replace(_SMALL, p_dropsin=0.2, p_dropres=0.5, p_droplyr=0.3),
-        data=_ENWIK8,
-        optim=replace(_ADAMW, weight_decay=2e-4),
+        data=DataConfig(dataset="enwik8", end_of_document=False),
+        optim=OptimConfig(weight_decay=2e-4),
         train=replace(_PAPER, steps=125_000),
     ),
     "pg19-1.3b": RunConfig(
         model=replace(_LARGE, vocab_size=32_000, p_dropsin=0.1, p_dropres=0.1, p_droplyr=0.1),
-        data=_PG19,
+        data=DataConfig(dataset="pg19", end_of_document=False),
         optim=_ADAFACTOR,
         train=replace(_PAPER, steps=500_000),
     ),
     "imagenet64-190m": RunConfig(
         model=replace(_SMALL, p_dropsin=0.1, absolute_positions=True),
         data=_IMAGENET64,
-        optim=_ADAMW,
         train=replace(_IMAGES, batch_size=16, backprop_len=12_288, steps=125_000),
     ),
     "imagenet64-1.2b": RunConfig(

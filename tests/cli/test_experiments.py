@@ -3,12 +3,13 @@
 import json
 import os
 import time
+import tomllib
 
 from helpers import tiny_run
 from test_cli import last_json, options, user_error
 
 from transformer_vq.cli.main import main
-from transformer_vq.config_files import config_text, read_config_file
+from transformer_vq.config_files import config_text
 from transformer_vq.presets import PRESETS
 from transformer_vq.training.checkpoint import read_config
 
@@ -21,25 +22,16 @@ def printed(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_config_applies_options_and_prints_only_changes(tmp_path, capsys):
-    line = ["--changed-only", "--model.n-code", "64", "--optim.grad-clip", "None"]
-    path = tmp_path / "my.toml"
-    path.write_text(printed(capsys, "config", "tiny", *line))
-    file = read_config_file(path)
-    assert file.preset == "tiny"
-    assert file.values == {"model": {"n_code": 64}, "optim": {"grad_clip": None}}
-    assert printed(capsys, "config", "--config", path, "--changed-only").count(" = ") == 3
-
-
 def test_later_sources_override_earlier_ones(tmp_path, capsys):
     path = tmp_path / "my.toml"
     path.write_text('preset = "small"\n[model]\nn-code = 64\nblock_len = 32\n')
-    line = ["--config", path, "--format", "json", "--model.block-len", "16"]
-    small = json.loads(printed(capsys, "config", *line))
+    line = ["--config", path, "--model.block-len", "16", "--optim.grad-clip", "None"]
+    small = tomllib.loads(printed(capsys, "config", *line))
+    assert small["optim"]["grad_clip"] == "None"
     assert small["model"]["n_code"] == 64
     assert small["model"]["block_len"] == 16
     assert small["model"]["d_model"] == PRESETS["small"].model.d_model
-    tiny = json.loads(printed(capsys, "config", "tiny", *line))
+    tiny = tomllib.loads(printed(capsys, "config", "tiny", *line))
     assert tiny["model"]["n_code"] == 64
     assert tiny["model"]["d_model"] == PRESETS["tiny"].model.d_model
     main(["info", "--config", str(path), "--json"])
@@ -86,7 +78,6 @@ def test_training_tunes_lists_and_compares_runs(tmp_path, capsys, monkeypatch):
     assert header.split()[:3] == ["run", "status", "steps"]
     assert first.split()[:3] == ["tuned", "finished", "10/10"]
     assert second.split()[:3] == ["my", "finished", "5/5"]
-    assert "17 min ago" in second
     assert [run["name"] for run in json.loads(record)["runs"]] == ["tuned", "my"]
     names = [line.split()[0] for line in printed(capsys, "runs", "--sort", "name").splitlines()]
     assert names == ["run", "my", "tuned"]

@@ -69,11 +69,8 @@ def test_another_loopback_address_is_local_and_locks_end_with_the_process(run, t
     "options",
     [
         "--api-key=",
-        "--api-key= x",
         "--api-key=a\nb",
         "--allow-hosts=http://example.org",
-        "--max-connections=0",
-        "--client-timeout=0",
         "--client-timeout=nan",
     ],
 )
@@ -87,7 +84,7 @@ def test_mistakes_are_reported_on_one_line(run, tmp_path, options, capsys):
     assert options.split("=")[0] in found.err
 
 
-@pytest.mark.parametrize("key", ["", " ", "\u00fc"])
+@pytest.mark.parametrize("key", ["", "\u00fc"])
 def test_key_in_the_environment_is_checked(run, tmp_path, key, capsys, monkeypatch):
     monkeypatch.setenv("TVQ_API_KEY", key)
     with pytest.raises(SystemExit) as ended:

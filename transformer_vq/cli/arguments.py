@@ -12,14 +12,11 @@ from collections.abc import Collection
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar, Union, get_args, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import tyro
-from tyro.conf import subcommand
 from tyro.constructors import (
     ConstructorRegistry,
-    PrimitiveConstructorSpec,
-    PrimitiveTypeInfo,
     StructConstructorSpec,
     StructFieldSpec,
     StructTypeInfo,
@@ -27,10 +24,9 @@ from tyro.constructors import (
 
 from transformer_vq.checks import check_fields
 from transformer_vq.cli.output import HELP, config_fields
-from transformer_vq.config import Dataset, ModelConfig, RunConfig
+from transformer_vq.config import ModelConfig, Precision, RunConfig
 from transformer_vq.config_files import (
     SECTIONS,
-    ConfigFile,
     field_docs,
     find_preset,
     read_config_file,
@@ -50,6 +46,8 @@ COMMON_FIELDS = frozenset(
     }
 )
 """Fields of a run config that --help shows; --help-all shows all."""
+LISTS = {"path", "validation-path", "test-path", "stop", "images", "allow-hosts"}
+"""Options that take several values, without their section."""
 MORE_HELP = """\
 --help lists the settings that are used most, --help-all lists all of them.
 Defaults that depend on PRESET or RUN are those of the preset tiny.
@@ -76,6 +74,7 @@ Config = Annotated[
 Run = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Checkpoint = Annotated[str, tyro.conf.arg(help="best, last, or the number of a step.")]
 Device = Annotated[str, tyro.conf.arg(help="cpu, cuda, cuda:1, ...; auto uses a GPU if available.")]
+Matmul = Annotated[Precision, tyro.conf.arg(help="fp32, or bf16 for matrix products.")]
 Json = Annotated[bool, tyro.conf.arg(help="Print one JSON object as the last line of stdout.")]
 Overwrite = Annotated[bool, tyro.conf.arg(help="Replace an existing output file.")]
 
@@ -98,6 +97,7 @@ def parse(
             if "--help-all" not in arguments:
                 hidden = {*hidden, *(config_fields() - COMMON_FIELDS)}
         arguments = ["--help"]
+    _check_lists(arguments)
     try:
         options = tyro.cli(
             kind,
@@ -122,6 +122,20 @@ def run_name(arguments: list[str], command: str, example: Any, hidden: Collectio
     raise UserError(f"give RUN first: tvq {command} RUN ...")
 
 
+def _check_lists(arguments: list[str]) -> None:
+    """Raise UserError for a list that is empty, as with an empty shell variable, or given twice."""
+    found = set()
+    for word, following in zip_longest(arguments, arguments[1:], fillvalue="--"):
+        option, is_attached, _ = word.replace("_", "-").partition("=")
+        if not option.startswith("--") or option[2:].rpartition(".")[2] not in LISTS:
+            continue
+        if not is_attached and following.startswith("--"):
+            raise UserError(f"{option}: give one value or more")
+        if option in found:
+            raise UserError(f"{option} is given twice; give all values at once: {option} A B")
+        found.add(option)
+
+
 class _RejectedError(Exception):
     """Carries a UserError through tyro, which would catch a ValueError."""
 
@@ -130,31 +144,9 @@ class _RejectedError(Exception):
 
 
 def _rules(hidden: Collection[str] = ()) -> ConstructorRegistry:
-    """Return rules for tyro: lists are not empty, and dataclasses are shown as we like it.
-
-    Help texts of fields have no line breaks, and sections that change most come first.
-    """
+    """Return rules for tyro: hide fields, and list the sections that change most first."""
     registry = ConstructorRegistry()
     sections = {kind: name for name, kind in get_type_hints(RunConfig).items()}
-
-    @registry.primitive_rule
-    def list_rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        if info.type not in (tuple[str, ...], tuple[Path, ...]):
-            return None
-        inner = get_args(info.type)[0]
-
-        def read(words: list[str]) -> tuple[Any, ...]:
-            if not words:  # as with an empty shell variable
-                raise ValueError("give one value or more")
-            return tuple(map(inner, words))
-
-        return PrimitiveConstructorSpec(
-            nargs="*",
-            metavar=f"{inner.__name__.upper()} ...",
-            instance_from_str=read,
-            is_instance=lambda value: isinstance(value, tuple),
-            str_from_instance=lambda value: list(map(str, value)),
-        )
 
     @registry.struct_rule
     def dataclass_rule(info: StructTypeInfo) -> StructConstructorSpec | None:
@@ -191,45 +183,35 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return tyro.MISSING if field.default is dataclasses.MISSING else field.default
 
 
-@dataclasses.dataclass(frozen=True)
-class StartingPoint:
-    """The config that `tvq train`, `info` and `config` start from, before options apply."""
-
-    name: str
-    """Of the preset, file or run."""
-    preset: str | None
-    run: RunConfig
-
-
-def starting_point(arguments: list[str], command: str) -> StartingPoint:
-    """Find the preset, run folder and config file in the arguments, and read them.
+def starting_point(arguments: list[str], command: str) -> tuple[str, RunConfig]:
+    """Return the name and the config of the given preset, run folder or config file.
 
     The later of these override the earlier ones: preset, the model of --train.init-from, file.
     """
-    word = arguments[0] if arguments and not arguments[0].startswith("-") else None
-    given = _value(arguments, "--config")
     if HELP & set(arguments):
-        word, given = "tiny", None
-    file = None if given is None else read_config_file(Path(given))
+        return "tiny", PRESETS["tiny"]
+    word = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    path = _value(arguments, "--config")
     if word is not None and word not in PRESETS and Path(word).is_dir():
-        if file is not None:
-            raise UserError(f"give the run {word} or --config {given}, not both")
-        file, word = read_config_file(Path(word)), None
-    if word is None and file is None:
+        if path is not None:
+            raise UserError(f"give the run {word} or --config {path}, not both")
+        path, word = word, None
+    file = None if path is None else read_config_file(Path(path))
+    preset = file.preset if file is not None and word is None else word
+    base = None if preset is None else find_preset(preset)
+    init_from = _value(arguments, "--train.init-from")
+    if file is not None:
+        init_from = init_from or file.values.get("train", {}).get("init_from")
+    if isinstance(init_from, str) and not (file is not None and file.has_model):
+        base = _with_initial_model(base, init_from)
+    if file is not None:
+        return file.name, file.apply(base)
+    if preset is None or base is None:
         raise UserError(
             f"give a PRESET first, or --config FILE: tvq {command} PRESET ...; PRESET is one of "
             f"{', '.join(PRESETS)}, or a run folder"
         )
-    preset = word if file is None or word is not None else file.preset
-    base = None if preset is None else find_preset(preset)
-    init_from = _value(arguments, "--train.init-from") or _init_from(file)
-    if init_from is not None and not (file is not None and file.has_model):
-        base = _with_initial_model(base, init_from)
-    if file is not None:
-        return StartingPoint(file.name, preset, file.apply(base))
-    assert preset is not None
-    assert base is not None
-    return StartingPoint(preset, preset, base)
+    return preset, base
 
 
 def _value(arguments: list[str], option: str) -> str | None:
@@ -240,11 +222,6 @@ def _value(arguments: list[str], option: str) -> str | None:
         if name.replace("_", "-") == option:
             found = value if is_attached else following
     return found
-
-
-def _init_from(file: ConfigFile | None) -> str | None:
-    path = None if file is None else file.values.get("train", {}).get("init_from")
-    return path if isinstance(path, str) else None
 
 
 def _with_initial_model(base: RunConfig | None, init_from: str) -> RunConfig:
@@ -270,23 +247,12 @@ def option_classes() -> dict[str, Any]:
 
 
 def print_completion(shell: str) -> None:
-    """Print tyro's completion script for all commands.
-
-    tyro does not complete positional arguments, so presets and datasets become subcommands here,
-    with the same options. Without matches, bash completes file names.
-    """
-    commands = option_classes()
-    for name, choices in {"train": PRESETS, "prepare": get_args(Dataset)}.items():
-        kind = commands[name]
-        options: Any = Annotated[kind, tyro.conf.arg(name="")]
-        word: Any = Union[tuple(Annotated[kind, subcommand(name=x)] for x in choices)]  # noqa: UP007
-        commands[name] = NamedTuple(name, [("options", options), ("word", word)])
+    """Print tyro's completion script for all commands; bash also completes file names."""
     try:
         tyro.extras.subcommand_cli_from_dict(
-            commands,
+            option_classes(),
             prog="tvq",
             args=["--tyro-print-completion", shell],
-            config=(tyro.conf.OmitSubcommandPrefixes,),
             registry=_rules(),
         )
     except SystemExit as stop:

@@ -20,6 +20,13 @@ This demo takes about three minutes on two cores:
 4. It compares the model with n-gram models on files that were not used for training.
 5. It generates text and plots the loss.
 """
+NEXT = """
+Try next:
+  {tvq} sample books --prompt 'Call me'  # the model in the package, another prompt
+  {tvq} sample {run} --prompt 'class Stack:'  # more text, another prompt
+  {tvq} eval {run} --positions  # loss by position in the context
+  {tvq} info enwik8-190m  # size and cost of a model of the paper
+To train on your own text: {tvq} train small --data.path YOUR-TEXTS --out YOUR-RUN"""
 
 
 @dataclass(frozen=True)
@@ -34,8 +41,6 @@ class DemoOptions:
     """Run folder."""
     steps: Count | None = None
     """Training steps; by default those of the preset."""
-    table: bool = False
-    """Print the differences from quadratic attention for all heads and reductions."""
 
 
 def run(arguments: list[str]) -> int | None:
@@ -58,10 +63,7 @@ def run(arguments: list[str]) -> int | None:
     print(f"1. `books` continues {demo.BOOKS_PROMPT!r}:\n")
     print(demo.books_sample(), flush=True)
     print("\n2. Linear-time attention equals quadratic attention, up to rounding (float64):\n")
-    rows = list(demo.differences())
-    if options.table:
-        print(demo.differences_table(rows), end="\n\n")
-    print(demo.differences_line(rows), flush=True)
+    print(demo.differences_line(list(demo.differences())), flush=True)
 
     folder = options.out
     print(f"\n3. Training `tiny` for {config.train.steps} steps; Ctrl-C stops and saves.")
@@ -78,19 +80,6 @@ def run(arguments: list[str]) -> int | None:
     print(f"\n5. Text generated after {demo.PROMPT!r}:\n")
     print(record["sample"])
     print("\nFigure: " + ", ".join(str(path) for path in plot_run(folder)))
-    print(_next_commands(folder))
-    return None
-
-
-def _next_commands(run: Path) -> str:
-    """Return commands that work when they are pasted."""
-    commands = {
-        "sample books --prompt 'Call me'": "the model in the package, another prompt",
-        f"sample {shlex.quote(str(run))} --prompt 'class Stack:'": "more text, another prompt",
-        f"eval {shlex.quote(str(run))} --positions": "loss by position in the context",
-        "info enwik8-190m": "size and cost of a model of the paper",
-    }
     tvq = "tvq" if shutil.which("tvq") else f"{sys.executable} -m transformer_vq"
-    lines = [f"  {tvq} {line}  # {what}" for line, what in commands.items()]
-    train = f"{tvq} train small --data.path YOUR-TEXTS --out YOUR-RUN"
-    return "\n".join(["", "Try next:", *lines, f"To train on your own text: {train}"])
+    print(NEXT.format(tvq=tvq, run=shlex.quote(str(folder))))
+    return None

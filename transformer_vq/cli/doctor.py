@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
-from transformer_vq.cli.arguments import Device, Json, Overwrite, parse
+from transformer_vq.cli.arguments import Device, Json, parse
 from transformer_vq.cli.output import print_json
 
 
@@ -24,9 +23,6 @@ class DoctorOptions:
     device: Device = "auto"
     quick: bool = False
     """Do not compile and do not measure speed; about 30 seconds on two cores."""
-    out: Path | None = None
-    """Markdown file to write the report to, in addition to stdout."""
-    overwrite: Overwrite = False
     json: Json = False
 
 
@@ -36,14 +32,9 @@ def run(arguments: list[str]) -> int:
 
     from transformer_vq import doctor
     from transformer_vq.device import find_device
-    from transformer_vq.files import check_can_write, write_text
 
-    check_can_write("--out", options.out, options.overwrite)
     diagnosis = doctor.examine(find_device(options.device), quick=options.quick)
-    text = doctor.markdown(diagnosis)
-    if options.out is not None:
-        write_text(options.out, f"{text}\n")
-    print(text)
+    print(doctor.markdown(diagnosis))
     print_json(doctor.record(diagnosis), options.json)
     if not diagnosis.failed:
         return 0

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import tyro
 
-from transformer_vq.cli.arguments import (
-    Checkpoint,
-    Device,
-    Json,
-    Overwrite,
-    Run,
-    parse,
-    run_name,
-)
+from transformer_vq.cli.arguments import Checkpoint, Device, Json, Matmul, Run, parse, run_name
 from transformer_vq.cli.output import out_of_memory_advice, print_json
-from transformer_vq.config import Count, DataConfig, Precision, Rows
+from transformer_vq.config import Count, DataConfig, Rows
 from transformer_vq.errors import UserError
 from transformer_vq.training.run_list import checkpoint_label
 
@@ -35,7 +26,10 @@ PROTOCOLS: dict[str, tuple[Protocol, ...]] = {
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Evaluate a run: bits per byte and word-level perplexity, one line per protocol."""
+    """Evaluate a run: bits per byte and word-level perplexity, one line per protocol.
+
+    After a complete split of the run's own data, RUN/evaluation-SPLIT.json has the results too.
+    """
 
     data: DataConfig
     """Data to evaluate on; by default, the data of the run."""
@@ -58,12 +52,7 @@ class EvalOptions:
     """Sequences per batch; does not affect the result. None uses the value of the run."""
     max_tokens: Count | None = None
     """Evaluate only this many tokens, from the start of the split."""
-    out: Path | None = None
-    """JSON file for the results.
-    None writes RUN/evaluation-SPLIT.json after a complete split of the run's own data."""
-    overwrite: Overwrite = False
-    precision: Precision = "fp32"
-    """fp32, or bf16 for matrix products."""
+    precision: Matmul = "fp32"
     device: Device = "auto"
     json: Json = False
 
@@ -73,7 +62,7 @@ def run(arguments: list[str]) -> None:
     name = run_name(arguments, "eval", EvalOptions(DataConfig(), tyro.MISSING))
 
     from transformer_vq.device import find_device, keep_freed_memory
-    from transformer_vq.files import check_can_write, write_json
+    from transformer_vq.files import write_json
     from transformer_vq.threads import share_cores
     from transformer_vq.training.checkpoint import read_config
     from transformer_vq.training.evaluate import default_split, evaluate
@@ -84,7 +73,6 @@ def run(arguments: list[str]) -> None:
     own = config.data
     default = EvalOptions(own, name, cast(Any, default_split(folder)))
     options = parse(EvalOptions, arguments, "eval", default)
-    check_can_write("--out", options.out, options.overwrite)
     if options.protocol == "streaming" and options.seq_len is not None:
         raise UserError("--seq-len does not apply to --protocol streaming")
     protocols = PROTOCOLS.get(options.protocol)
@@ -106,11 +94,8 @@ def run(arguments: list[str]) -> None:
             device=find_device(options.device),
         )
     print(evaluation_text(result, options.positions))
-    out = options.out
-    if out is None and options.data == own and options.max_tokens is None:
-        out = folder / f"evaluation-{options.split}.json"
-    if out is not None:
-        write_json(out, result.to_dict())
+    if options.data == own and options.max_tokens is None:
+        write_json(folder / f"evaluation-{options.split}.json", result.to_dict())
     print_json(result.to_dict(), options.json)
 
 

@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 import tyro
 
 from transformer_vq.cli.arguments import Checkpoint, Run, parse
-from transformer_vq.cli.output import check_is_file
 from transformer_vq.errors import UserError
 
 
@@ -38,7 +37,6 @@ class ExportOptions:
 def run(arguments: list[str]) -> None:
     """Export a run."""
     options = parse(ExportOptions, arguments, "export")
-    check_is_file("--chat-template", options.chat_template)
     if options.format == "onnx":
         _export_onnx(options)
         return

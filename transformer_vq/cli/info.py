@@ -29,14 +29,14 @@ class InfoOptions:
 
 def run(arguments: list[str]) -> None:
     """Print the sizes of a preset, config file or run."""
-    start = starting_point(arguments, "info")
-    options = parse(InfoOptions, arguments, "info", InfoOptions(start.run))
+    name, config = starting_point(arguments, "info")
+    options = parse(InfoOptions, arguments, "info", InfoOptions(config))
 
     from transformer_vq.sizes import sizes
 
     result = sizes(options.run)
-    print(sizes_table(start.name, options.run, result))
-    record = {"name": start.name, **vars(result), "train_bytes": result.train_bytes}
+    print(sizes_table(name, options.run, result))
+    record = {"name": name, **vars(result), "train_bytes": result.train_bytes}
     print_json(record, options.json)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-import textwrap
 import time
 import traceback
 from collections.abc import Sequence
@@ -19,14 +18,9 @@ from typing import NoReturn
 
 from transformer_vq import __version__
 from transformer_vq.checks import nearest
-from transformer_vq.cli.output import (
-    HELP,
-    as_options,
-    discard_output,
-    one_line,
-)
+from transformer_vq.cli.output import HELP, as_options, discard_output, one_line
 from transformer_vq.config_files import ConfigFileError
-from transformer_vq.errors import NotEnoughMemoryError, TrainingError, UserError, is_out_of_memory
+from transformer_vq.errors import TrainingError, UserError, is_out_of_memory
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import IS_SILENT, TerminalReporter, reporting
 
@@ -71,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 status = _run(words[0] if words else "--help", words[1:])
         finally:
             sys.stdout.flush()
-        _leave(status)
+        if "transformer_vq.parallel.world" in sys.modules:
+            sys.modules["transformer_vq.parallel.world"].leave(status)
         if status:
             sys.exit(status)
     except BrokenPipeError:
@@ -81,8 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail(str(error), 1)
     except ConfigFileError as error:
         _fail(str(error), 2, in_file=True)
-    except NotEnoughMemoryError as error:
-        _fail_without_memory(str(error), error)
     except UserError as error:
         _fail(str(error), 2)
     except OSError as error:
@@ -95,9 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _fail("interrupted", 130)
     except Exception as error:
         if is_out_of_memory(error):
-            _fail_without_memory(
-                "out of memory; use a smaller model, batch or sequence length", error
-            )
+            error.__traceback__ = None  # frees tensors in its frames
+            _fail("out of memory; use a smaller model, batch or sequence length", 2)
         traceback.print_exc()
         _fail("this is a bug; please report it with the lines above", 1)
 
@@ -123,13 +115,6 @@ def _run(name: str, arguments: list[str]) -> int:
     return import_module(module).run(arguments) or 0
 
 
-def _leave(status: int) -> None:
-    """End one of several processes; a no-op if there is only one."""
-    world = sys.modules.get("transformer_vq.parallel.world")
-    if world is not None:
-        world.leave(status)
-
-
 def _fail(message: str, status: int, in_file: bool = False) -> NoReturn:
     """Print an error on one line and exit; an error in a config file names keys, not options."""
     if IS_SILENT:
@@ -141,27 +126,17 @@ def _fail(message: str, status: int, in_file: bool = False) -> NoReturn:
     sys.exit(status)
 
 
-def _fail_without_memory(message: str, error: Exception) -> NoReturn:
-    """Print an error on one line and exit, although hardly any memory is left."""
-    error.__traceback__ = error.__cause__ = error.__context__ = None  # frees tensors in its frames
-    _fail(message, 2, in_file=True)
-
-
 def _overview() -> str:
-    lines = [f"  {name:<9} {summary}" for name, (_, summary) in COMMANDS.items()]
-    presets = f"presets: {', '.join(PRESETS)}"
-    return "\n".join(
-        [
-            "usage: tvq COMMAND ...",
-            "",
-            "Transformer-VQ: transformers with dense softmax attention in linear time.",
-            "",
-            *lines,
-            "",
-            *textwrap.wrap(presets, 80, subsequent_indent="  ", break_on_hyphens=False),
-            'To get started: tvq sample books --prompt "It was"; tvq train tiny --out my-run',
-            "Options of a command: tvq COMMAND --help",
-            "Version: tvq --version",
-            "Shell completion in bash: source <(tvq --print-completion bash)",
-        ]
-    )
+    commands = "\n".join(f"  {name:<9} {summary}" for name, (_, summary) in COMMANDS.items())
+    return f"""\
+usage: tvq COMMAND ...
+
+Transformer-VQ: transformers with dense softmax attention in linear time.
+
+{commands}
+
+presets: {", ".join(PRESETS)}
+To get started: tvq sample books --prompt "It was"; tvq train tiny --out my-run
+Options of a command: tvq COMMAND --help
+Version: tvq --version
+Shell completion in bash: source <(tvq --print-completion bash)"""

@@ -11,11 +11,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from transformer_vq.config import RunConfig
-from transformer_vq.errors import NotEnoughMemoryError, UserError, is_out_of_memory
+from transformer_vq.errors import NotEnoughMemoryError, is_out_of_memory
 
 if TYPE_CHECKING:
     from transformer_vq.training.checkpoint import TrainingResult
@@ -50,23 +49,16 @@ def print_training_result(result: TrainingResult, as_json: bool) -> int:
     return 0 if result.stopped_by is None else 128 + result.stopped_by
 
 
-def check_is_file(option: str, path: Path | None, *, or_pipe: bool = False) -> None:
-    """Raise UserError unless the path is a regular file; reading a device may never end."""
-    if path is None or path.is_file() or (or_pipe and path.is_fifo()):
-        return
-    what = "is not a file" if path.exists() else "does not exist"
-    raise UserError(f"{option} {path}: {what}; give a file")
-
-
 @contextmanager
 def out_of_memory_advice(advice: str) -> Iterator[None]:
     """Turn an out-of-memory error into a NotEnoughMemoryError with advice."""
     try:
         yield
     except Exception as error:
-        if is_out_of_memory(error):
-            raise NotEnoughMemoryError(f"out of memory; {advice}") from error
-        raise
+        if not is_out_of_memory(error):
+            raise
+        error.__traceback__ = None  # frees tensors in its frames
+        raise NotEnoughMemoryError(f"out of memory; {advice}") from None
 
 
 def discard_output() -> None:

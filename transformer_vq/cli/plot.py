@@ -29,6 +29,8 @@ class PlotOptions:
 def run(arguments: list[str]) -> None:
     """Write figures and print their paths."""
     options = parse(PlotOptions, arguments, "plot")
+    if not options.paths:
+        raise UserError("give a run folder: tvq plot RUN ...")
     out, is_comparison = options.out, len(options.paths) > 1
     if out is not None and out.suffix.lower() != ".png":
         raise UserError(f"--out {out}: figures are PNG files; use a name ending in .png")

@@ -13,7 +13,6 @@ from transformer_vq.cli.arguments import Json, parse
 from transformer_vq.cli.output import as_options, print_json
 from transformer_vq.config import LEARNED, DataConfig, Dataset, Rows
 from transformer_vq.errors import UserError
-from transformer_vq.progress import info
 
 if TYPE_CHECKING:
     from transformer_vq.data.corpus import Corpus
@@ -44,9 +43,6 @@ def run(arguments: list[str]) -> None:
         if options.vocab_size is not None and data.tokenizer_name not in LEARNED:
             raise UserError("--vocab-size is for a vocabulary that is learned: --tokenizer bpe")
         corpus = _prepare(data, options.vocab_size)
-    except KeyboardInterrupt:
-        info("interrupted; run the same command again to continue")
-        raise
     except UserError as error:
         # Library messages name options of `tvq train`, which have a section.
         message = as_options(str(error)).replace("--data.", "--")

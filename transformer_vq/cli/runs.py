@@ -84,7 +84,7 @@ def _print_table(runs: list[RunSummary], folder: Path) -> None:
             "-" if run.parameters is None else short(run.parameters),
             Text(one_line(run.dataset or "-")),
             f"{run.bytes / 1e6:.1f} MB",
-            _age(time.time() - run.changed),
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(run.changed)),
         ]
         table.add_row(*cells)
     is_terminal = sys.stdout.isatty()
@@ -94,11 +94,3 @@ def _print_table(runs: list[RunSummary], folder: Path) -> None:
 def _name(run: RunSummary, folder: Path) -> str:
     name = str(run.path.relative_to(folder))
     return run.path.absolute().name if name == "." else name
-
-
-def _age(seconds: float) -> str:
-    """Return the time since the last change, such as 5 min ago."""
-    for limit, divisor, unit in ((60, 1, "s"), (3600, 60, "min"), (86_400, 3600, "h")):
-        if seconds < limit:
-            return f"{max(seconds, 0) / divisor:.0f} {unit} ago"
-    return f"{seconds / 86_400:.0f} d ago"

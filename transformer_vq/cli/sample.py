@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from transformer_vq.checks import Range
-from transformer_vq.cli.arguments import Checkpoint, Device, Json, Overwrite, Run, parse
-from transformer_vq.cli.output import check_is_file, out_of_memory_advice, print_json
-from transformer_vq.config import Precision, Rows, Seed
+from transformer_vq.cli.arguments import Checkpoint, Device, Json, Matmul, Overwrite, Run, parse
+from transformer_vq.cli.output import out_of_memory_advice, print_json
+from transformer_vq.config import Rows, Seed
 from transformer_vq.errors import UserError
 from transformer_vq.generation import NEW_TOKENS, TEMPERATURE, TOP_P
 
 if TYPE_CHECKING:
     from transformer_vq.data.tokenizers import Tokenizer
     from transformer_vq.generation.sampling import Sampling
-    from transformer_vq.generation.text import GeneratedText
     from transformer_vq.nn.model import TransformerVQ
 
 # Options that apply to only one kind of run.
-TEXT_ONLY = (
-    *("prompt", "prompt_file", "tokens", "stop", "stop_at_end"),
-    *("save_state", "load_state"),
-)
+TEXT_ONLY = ("prompt", "prompt_file", "tokens", "stop", "stop_at_end", "save_state", "load_state")
 IMAGES_ONLY = ("images", "keep", "out")
 
 
@@ -68,8 +65,7 @@ class SampleOptions:
     checkpoint: Checkpoint = "best"
     compile: bool = False
     """Compile the decoder: takes about 30 seconds and needs a C++ compiler; then faster."""
-    precision: Precision = "fp32"
-    """fp32, or bf16 for matrix products."""
+    precision: Matmul = "fp32"
     device: Device = "auto"
     json: Json = False
 
@@ -79,9 +75,6 @@ def run(arguments: list[str]) -> None:
     options = parse(SampleOptions, arguments, "sample")
     if options.prompt is not None and options.prompt_file is not None:
         raise UserError("give --prompt or --prompt-file, not both")
-    check_is_file("--load-state", options.load_state)
-    for path in options.images:
-        check_is_file("--images", path)
 
     from transformer_vq.device import find_device, keep_freed_memory, matmul_precision
     from transformer_vq.files import check_can_write
@@ -110,18 +103,16 @@ def run(arguments: list[str]) -> None:
         model.to(device)
         tokenizer = read_tokenizer(folder)
         if has_images:
-            out = _sample_images(options, folder, model, tokenizer.bos, sampling)
-            print_json({"run": options.run, "image": str(out)}, options.json)
+            record = _sample_images(options, folder, model, tokenizer.bos, sampling)
         else:
-            samples = _sample_text(options, model, tokenizer, sampling)
-            record = {"texts": [x.text for x in samples], "ended": [x.ended for x in samples]}
-            print_json({"run": options.run, **record}, options.json)
+            record = _sample_text(options, model, tokenizer, sampling)
+    print_json({"run": options.run, **record}, options.json)
 
 
 def _sample_images(
     options: SampleOptions, folder: Path, model: TransformerVQ, bos: int, sampling: Sampling
-) -> Path:
-    """Write a PNG file with the samples; return its path."""
+) -> dict[str, Any]:
+    """Write a PNG file with the samples."""
     from transformer_vq.generation.text import sample_images, save_grid
 
     out = folder / "samples.png" if options.out is None else options.out
@@ -137,19 +128,21 @@ def _sample_images(
     )
     save_grid(images, out)
     print(out)
-    return out
+    return {"image": str(out)}
 
 
 def _sample_text(
     options: SampleOptions, model: TransformerVQ, tokenizer: Tokenizer, sampling: Sampling
-) -> list[GeneratedText]:
+) -> dict[str, Any]:
     """Prefill the prompt and generate; a single sample is printed while it is decoded."""
     from transformer_vq.generation.snapshot import load_context, save_context
     from transformer_vq.generation.text import prefill_text, sample_text
 
-    prompt = options.prompt or ""
+    prompt = shown = options.prompt or ""
     if options.prompt_file is not None:
-        prompt = _read_prompt(options.prompt_file)
+        is_stdin = str(options.prompt_file) == "-"
+        with open(0 if is_stdin else options.prompt_file, "rb") as file:
+            prompt = file.read().decode(errors="surrogateescape")
     context = None
     if options.load_state is not None:
         context = load_context(options.load_state, model)
@@ -157,13 +150,9 @@ def _sample_text(
     if options.save_state is not None:
         save_context(options.save_state, model, context)
     is_single = options.batch == 1
-
-    def write(text: str) -> None:
-        if is_single:
-            print(text, end="", flush=True)
-
-    if options.prompt:
-        write(options.prompt)
+    write = partial(print, end="", flush=True)
+    if is_single:
+        write(shown)
     samples = sample_text(
         model,
         tokenizer,
@@ -174,20 +163,11 @@ def _sample_text(
         stop=options.stop,
         stop_at_end=options.stop_at_end,
         compiled=options.compile,
-        write=write,
+        write=write if is_single else lambda text: None,
     )
     if is_single:
         print()
     else:
         for number, sample in enumerate(samples, start=1):
-            print(f"--- {number} ---\n{options.prompt or ''}{sample.text}")
-    return samples
-
-
-def _read_prompt(path: Path) -> str:
-    """Return the text of a file or pipe, or of stdin for "-"; invalid UTF-8 is preserved."""
-    is_stdin = str(path) == "-"
-    if not is_stdin:
-        check_is_file("--prompt-file", path, or_pipe=True)
-    with open(0 if is_stdin else path, "rb", closefd=not is_stdin) as file:
-        return file.read().decode(errors="surrogateescape")
+            print(f"--- {number} ---\n{shown}{sample.text}")
+    return {"texts": [x.text for x in samples], "ended": [x.ended for x in samples]}

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from transformer_vq.checks import Range
-from transformer_vq.cli.arguments import Checkpoint, Device, Run, parse
-from transformer_vq.config import DataConfig, Precision, Rows
+from transformer_vq.cli.arguments import Checkpoint, Device, Matmul, Run, parse
+from transformer_vq.config import DataConfig, Rows
 from transformer_vq.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 API_KEY = "TVQ_API_KEY"  # environment variable: unlike an option, other users cannot see it
 MEGABYTE = 1_000_000
-Seconds = Annotated[float, Range(0, 1e9, above=True)]
+Seconds = Annotated[float, Range(1e-3, 1e9)]
 Limit = Annotated[int, Range(1, 10**9)]
 Megabytes = Annotated[int, Range(0, 10**9)]
 
@@ -54,8 +54,6 @@ class ServeOptions:
     """Longest document, or all prompts of a request together."""
     max_body_mb: Limit = 64
     """Largest request in megabytes."""
-    max_connections: Limit = 1000
-    """Maximum number of connections; above it, the one that was silent for longest is closed."""
     client_timeout: Seconds = 30.0
     """Seconds for a client to send a request, or to read the next part of a response. A large
     request must arrive at 1 kB per second or more."""
@@ -71,8 +69,7 @@ class ServeOptions:
     prefix_memory_mb: Megabytes = 512
     """Memory for the beginnings of prompts, which are not processed again; 0 disables it."""
     checkpoint: Checkpoint = "best"
-    precision: Precision = "fp32"
-    """fp32, or bf16 for matrix products."""
+    precision: Matmul = "fp32"
     device: Device = "auto"
 
 
@@ -80,8 +77,9 @@ def run(arguments: list[str]) -> None:
     """Serve a model until Ctrl-C."""
     options = parse(ServeOptions, arguments, "serve")
     key = os.environ.get(API_KEY) if options.api_key is None else options.api_key
-    if key is not None:
-        _check_key(key)
+    if key is not None and not (key.strip() == key != "" and key.isascii() and key.isprintable()):
+        where = f"--api-key, or the environment variable {API_KEY}"
+        raise UserError(f"{where}: must be printable ASCII text, not empty; or unset it")
 
     from transformer_vq.serve.server import serve
 
@@ -93,18 +91,8 @@ def run(arguments: list[str]) -> None:
             options.allow_hosts,
             options.stop_time,
             lambda line: print(line, flush=True),
-            options.max_connections,
-            options.client_timeout,
+            client_seconds=options.client_timeout,
         )
-
-
-def _check_key(key: str) -> None:
-    """Raise UserError for a key that no header can hold; an empty one is a forgotten variable."""
-    where = f"--api-key, or the environment variable {API_KEY}"
-    if not key:
-        raise UserError(f"{where}: is empty; give a key, or unset it")
-    if not (key.isascii() and key.isprintable() and key == key.strip()):
-        raise UserError(f"{where}: must be printable ASCII text")
 
 
 def _service(options: ServeOptions, api_key: str | None, held: ExitStack) -> Service:

@@ -23,8 +23,8 @@ class TrainOptions:
 
 def run(arguments: list[str]) -> int:
     """Train a model; return the exit status."""
-    start = starting_point(arguments, "train")
-    options = parse(TrainOptions, arguments, "train", TrainOptions(start.run))
+    name, config = starting_point(arguments, "train")
+    options = parse(TrainOptions, arguments, "train", TrainOptions(config))
 
     from transformer_vq.device import keep_freed_memory
     from transformer_vq.sizes import memory_hint
@@ -33,6 +33,6 @@ def run(arguments: list[str]) -> int:
 
     keep_freed_memory()
     share_cores()
-    out = Path("runs", start.name) if options.out is None else options.out
+    out = Path("runs", name) if options.out is None else options.out
     with out_of_memory_advice(memory_hint(options.run)):
         return print_training_result(train(options.run, out), options.json)

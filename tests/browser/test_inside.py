@@ -57,14 +57,6 @@ def check_layer(page, layer, head, position):
     expect(page.locator("#top-codes li").first).to_contain_text("“")
 
 
-def test_early_tokens_have_an_empty_cache(page):
-    generate(page, n_tokens=150)
-    tokens(page).nth(BLOCK_LEN).click()
-    expect(page.locator("#cache")).to_have_text("0.0%")
-    expect(page.locator("#cache-note")).to_contain_text(f"position {BLOCK_LEN + 1} on")
-    expect(page.locator("#top-codes li")).to_have_count(0)
-
-
 def test_keyboard_moves_between_tokens(visits):
     page = visits.open(viewport=PHONE)  # several lines
     text = generate(page)
@@ -78,9 +70,3 @@ def test_keyboard_moves_between_tokens(visits):
     assert shown_token(page) > 10
     page.keyboard.press("ArrowUp")
     assert shown_token(page) < 10
-
-
-def test_long_text_is_inspected_at_its_end(page):
-    generate(page, "the cat sat on the mat. " * 300, n_tokens=5)
-    expect(page.locator("#note")).to_contain_text("Only the last")
-    assert 3000 < tokens(page).count() <= 4096

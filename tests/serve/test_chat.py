@@ -98,15 +98,3 @@ def test_chat_without_a_template_is_a_clear_error(tmp_path):
         body = {"messages": [{"role": "user", "content": "Hi"}]}
         status, _, found = client.post(PATH, body)
         assert (status, found["error"]["code"]) == (400, "no_chat_template")
-
-
-def test_features_of_exported_templates_are_served(tmp_path):
-    """What `tvq export` accepts: loop controls, generation blocks, JSON and dates."""
-    template = (
-        "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
-        "{% generation %}{{ [m.content] | tojson(indent=None) }}{% endgeneration %}"
-        "{% endfor %}{{ strftime_now('%%') }}"
-    )
-    with running(a_service(tmp_path, chat_template=template)) as client:
-        messages = [{"role": "user", "content": "<a>"}, {"role": "user", "content": "b"}]
-        assert_same_text(client, messages, b'["<a>"]%')

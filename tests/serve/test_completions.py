@@ -11,18 +11,6 @@ from transformer_vq.serve.service import Limits
 from transformer_vq.training.loading import load_model_and_tokenizer
 
 
-def test_completion_is_the_text_of_the_library(client, service):
-    found = client.complete(model="small", prompt="It was", max_tokens=20, seed=5, temperature=0.8)
-    (want,) = sampled(service, "It was", 20, 5, temperature=0.8)
-    (choice,) = found["choices"]
-    assert choice["text"] == want
-    assert choice["finish_reason"] in ("stop", "length")
-    assert found["object"] == "text_completion"
-    assert found["model"] == "small"
-    assert found["usage"]["prompt_tokens"] == 7
-    assert found["usage"]["total_tokens"] == 7 + found["usage"]["completion_tokens"]
-
-
 def test_equal_seeds_give_the_text_of_tvq_sample(tmp_path, capsys):
     run = a_run(tmp_path / "run")
     model, tokenizer = load_model_and_tokenizer(run)
@@ -57,7 +45,10 @@ def test_several_prompts_and_samples_have_their_own_index(client, service):
     texts = [choice["text"] for choice in found["choices"]]
     assert texts == sampled(service, "one", 8, 1, n=3) + sampled(service, "two", 8, 1, n=3)
     assert [choice["index"] for choice in found["choices"]] == list(range(6))
-    assert found["usage"]["prompt_tokens"] == 8
+    assert (found["object"], found["model"]) == ("text_completion", "small")
+    usage = found["usage"]
+    assert usage["prompt_tokens"] == 8
+    assert usage["total_tokens"] == 8 + usage["completion_tokens"]
 
 
 def test_tokens_are_accepted_as_prompts(client):
@@ -102,13 +93,6 @@ def test_echo_and_log_probabilities_are_those_of_the_model(client, service):
     assert names == found["tokens"]
 
 
-def test_no_new_tokens_only_scores_the_prompt(client):
-    found = client.complete(prompt="abc", max_tokens=0, echo=True, logprobs=0)
-    (choice,) = found["choices"]
-    assert choice["text"] == "abc"
-    assert len(choice["logprobs"]["tokens"]) == 4
-
-
 def test_stop_string_across_tokens(client):
     (text,) = [x["text"] for x in client.complete(prompt="x", max_tokens=60, seed=1)["choices"]]
     word = next(text[i : i + 2] for i in range(3, 50) if text[i : i + 2].isascii())
@@ -125,28 +109,22 @@ def test_stop_string_across_tokens(client):
     [
         ({"max_tokens": -1}, 400, "max_tokens: should be greater than or equal to 0"),
         ({"max_tokens": 10**9}, 400, "max_tokens: must be at most 65,536"),
-        ({"max_tokens": "5"}, 400, "max_tokens: should be a valid integer"),
         ({"model": "gpt-4"}, 404, "the model 'gpt-4' does not exist"),
         ({"prompt": {"a": 1}}, 400, "prompt: give a text"),
         ({"prompt": [True]}, 400, "prompt: every entry"),
-        ({"prompt": [["a"]]}, 400, "prompt: every entry"),
         ({"prompt": [257]}, 400, "token ids must be from 0 to 256"),
         ({"prompt": "\ud800"}, 400, "not valid Unicode"),
-        ({"temperature": -1}, 400, "temperature"),
         ({"temperature": float("nan")}, 400, ""),
         ({"top_p": 0}, 400, "top_p: should be greater than 0"),
-        ({"n": 100}, 400, "100 texts are requested"),
         ({"stop": ""}, 400, "stop.0: "),
         ({"stop": ["x"] * 17}, 400, "at most 16"),
         ({"logprobs": 21}, 400, "logprobs"),
         ({"suffix": "x"}, 400, "suffix: is not a known field"),
         ({"presence_penalty": 1.0}, 400, "presence_penalty is not supported"),
         ({"stream_options": {"include_usage": True}}, 400, "stream is not true"),
-        ({"max_token": 5}, 400, "max_token: is not a known field"),
         ({"context": "ctx-1"}, 404, "the context 'ctx-1' does not exist"),
         ({"context": "../../etc/passwd"}, 404, "does not exist"),
         (b"{bad", 400, "not valid JSON"),
-        (b'{"prompt": "\xff"}', 400, ""),
         (b"", 400, ""),
     ],
 )

@@ -172,14 +172,6 @@ def test_full_attention_and_empty_prompts_are_refused(model):
 # Prefixes
 
 
-def test_prompt_is_not_processed_twice(model):
-    engine = an_engine(model)
-    (first,) = collect(engine, Request(a_prompt(70), 4, seed=1))
-    (second,) = collect(engine, Request(a_prompt(70), 4, seed=1))
-    assert second[-1].end.n_cached == engine.metrics.total("prompt_tokens") == 70
-    assert text_of(second) == text_of(first)
-
-
 @pytest.mark.parametrize(("n_shared", "n_cached"), [(70, 64), (64, 64), (63, 32), (17, 16), (9, 0)])
 def test_prompts_with_the_same_beginning_share_it(model, n_shared, n_cached):
     engine = an_engine(model)

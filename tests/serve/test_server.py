@@ -109,14 +109,11 @@ def test_key_is_required_except_for_the_page(tmp_path):
         assert client.get("/health")[0] == client.get("/")[0] == 200
 
 
-def test_large_bodies_and_prompts_are_refused(tmp_path):
-    limits = Limits(body_bytes=2000, prompt_tokens=100)
+def test_large_bodies_are_refused(tmp_path):
+    limits = Limits(body_bytes=2000)
     with running(a_service(tmp_path, limits=limits)) as client:
         status, _, found = client.post("/v1/completions", {"prompt": "x" * 3000})
         assert (status, found["error"]["code"]) == (413, "request_too_large")
-        status, _, found = client.post("/v1/completions", {"prompt": "x" * 100})
-        assert (status, found["error"]["code"]) == (413, "prompt_too_long")
-        assert client.post("/v1/completions", {"prompt": "x" * 99, "max_tokens": 1})[0] == 200
         connection = http.client.HTTPConnection(client.host, client.port, timeout=20)
         chunks = (b"x" * 500 for _ in range(10))  # without a length
         headers = {"Content-Type": "application/json"}

@@ -33,7 +33,7 @@ def test_a_learned_vocabulary_has_the_requested_size_and_one_special_token(bpe):
     tokenizer = load_tokenizer(bpe, end_of_document=True)
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (SIZE, 0, 0)
     assert load_tokenizer(bpe).eod is None
-    assert cut_text(tokenizer, "a b\nc\r\nd") == ["a", " b\n", "c\r\nd"]
+    assert cut_text(tokenizer, "a b\nc\r\nd") == ["a b\n", "c\r\nd"]
     assert len(tokenizer.encode(story())) < len(story()) / 3
     assert 0 not in tokenizer.encode("<|endoftext|>")
     names = {path.name for path in bpe.iterdir()}

@@ -17,8 +17,7 @@ from tokenizers import (
     trainers,
 )
 
-from transformer_vq.data.hf_tokenizer import HFTokenizer
-from transformer_vq.data.tokenizers import SentencePieceTokenizer, load_tokenizer, open_tokenizer
+from transformer_vq.data.tokenizers import load_tokenizer, open_tokenizer
 from transformer_vq.files import file_digest
 
 NASTY = [
@@ -71,7 +70,7 @@ def llama() -> Tokenizer:
 
 
 def t5() -> Tokenizer:
-    """Return a unigram tokenizer that has the name of its eos token as an ordinary piece."""
+    """Return a unigram tokenizer, which splits at white space."""
     letters = sorted(set(story()) - {" ", "\n"})
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("\u2581", -3.0)]
     pieces += [("\u2581the", -2.0), *((letter, -4.0) for letter in [*letters, "<", ">", "/"])]
@@ -150,9 +149,8 @@ def test_ids_are_those_of_the_library_without_special_tokens(folder, text):
     tokens = tokenizer.encode(text)
     special = {i for i, x in library.get_added_tokens_decoder().items() if x.special}
     unknown = {library.token_to_id(name) for name in ("<unk>", "[UNK]")}
-    assert not (special - unknown) & set(tokens)
-    if folder.name != "t5" or "</s>" not in text:
-        assert tokens == library.encode(text, add_special_tokens=False).ids
+    assert folder.name == "t5" or not (special - unknown) & set(tokens)
+    assert tokens == library.encode(text, add_special_tokens=False).ids
 
 
 def test_batches_equal_single_texts(folder):
@@ -183,10 +181,9 @@ def test_the_tokens_of_a_text_are_those_of_its_parts(folders, kind, text):
     assert [t for part in parts for t in tokenizer.encode(part)] == tokenizer.encode(text)
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_bos_and_eos_are_read_from_config_files(folders, tmp_path, name):
+def test_bos_and_eos_are_read_from_the_config_file(folders, tmp_path):
     save_llama(folders, tmp_path)
-    (tmp_path / name).write_text(
+    (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": None, "eos_token": {"content": "<s>", "lstrip": False}})
     )
     tokenizer = open_tokenizer(tmp_path / "tokenizer.json", True)
@@ -215,7 +212,7 @@ def test_a_saved_tokenizer_is_loaded_with_its_chat_template(folders, tmp_path, a
     names = {"tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in saved.iterdir()} == names
     assert (loaded.bos, loaded.eod, loaded.settings) == (2, 1, given.settings)
-    assert loaded.settings.chat_template == template
+    assert loaded.settings["chat_template"] == template
     assert loaded.sha256 == given.sha256 == file_digest(saved / "tokenizer.json")
     assert loaded.encode(NASTY[6]) == given.encode(NASTY[6])
 
@@ -232,11 +229,8 @@ def test_saved_tokenizers_put_bos_before_texts_and_keep_their_digest(folder, tmp
         given = saved
 
 
-def test_changed_and_missing_saved_files_are_rejected(folders, tmp_path):
+def test_a_changed_saved_file_is_rejected(folders, tmp_path):
     tokenizer = open_tokenizer(folders / "llama")
-    tokenizer.save(tmp_path)
-    (tmp_path / "tokenizer_config.json").unlink()
-    assert "tokenizer_config.json does not exist" in rejection(load_tokenizer, tmp_path)
     tokenizer.save(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((folders / "gpt2" / "tokenizer.json").read_bytes())
     message = rejection(load_tokenizer, tmp_path, tokenizer.sha256)
@@ -260,7 +254,7 @@ def test_a_corrupt_config_is_rejected(folders, tmp_path):
 def test_a_tokenizer_without_bos_and_eos_names_the_fix(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "stop": 1}))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert "name one of its tokens in tokenizer_config.json" in rejection(open_tokenizer, tmp_path)
+    assert "not those of tokenizer_config.json; name one" in rejection(open_tokenizer, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "stop"}')
     tokenizer = open_tokenizer(tmp_path, True)
     assert (tokenizer.bos, tokenizer.eod, tokenizer.encode("a")) == (1, 1, [0])
@@ -271,8 +265,6 @@ def test_a_tokenizer_without_bos_and_eos_names_the_fix(tmp_path):
 def test_a_folder_without_a_tokenizer_is_rejected(tmp_path):
     message = rejection(open_tokenizer, tmp_path)
     assert "has no tokenizer.json and no tokenizer.model" in message
-    assert "does not exist" in rejection(open_tokenizer, tmp_path / "absent")
+    assert "absent: No such file" in rejection(open_tokenizer, tmp_path / "absent")
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     assert "is not a SentencePiece model" in rejection(open_tokenizer, tmp_path)
-    assert "is a folder" in rejection(HFTokenizer, tmp_path)
-    assert "is a folder" in rejection(SentencePieceTokenizer, tmp_path)

@@ -138,12 +138,17 @@ def test_damaged_files_are_rejected_in_one_line(tmp_path, name):
     assert f"{tmp_path / name}" in rejected(tmp_path / name)
 
 
-def test_a_byte_order_mark_is_removed_and_utf16_rejected(tmp_path, monkeypatch):
+def test_a_byte_order_mark_is_removed_and_binary_files_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "CHUNK", 5)
     (tmp_path / "bom").write_bytes(b"\xef\xbb\xbf" + TEXT)
     assert read(tmp_path / "bom") == [TEXT]
     (tmp_path / "utf16").write_bytes("text".encode("utf-16"))
-    assert "convert it to UTF-8" in rejected(tmp_path / "utf16")
+    (tmp_path / "nul").write_bytes(b"\x7fELF\0")
+    for name in ("utf16", "nul"):
+        assert f"{name} is not text; convert it to UTF-8" in rejected(tmp_path / name)
+    for name in ("x.pdf", "x.tar.gz", "x.TGZ", "x.sqlite"):
+        (tmp_path / name).write_bytes(TEXT)
+        assert f"{name} is not text" in rejected(tmp_path / name)
 
 
 def test_a_line_may_span_chunks(tmp_path, monkeypatch):
@@ -264,7 +269,7 @@ def test_standard_input_that_cannot_be_shared_is_rejected(tmp_path, monkeypatch)
     twice = DataConfig(path="-", test_path="-")
     assert "only once" in rejection(store_stdin, twice, tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "torchrun" in rejection(store_stdin, DataConfig(path="-"), tmp_path)
+    assert "only once" in rejection(store_stdin, DataConfig(path="-"), tmp_path)
 
 
 def test_python_sources_are_hundreds_of_files_without_tests():

@@ -152,13 +152,6 @@ def test_each_book_is_one_lossless_document_with_its_words(books, model):
         assert sorted(got) == sorted(reference.encode(book(seed)) for seed in seeds)
 
 
-def test_a_vocabulary_is_learned_from_the_train_split_only(root, books):
-    bpe = replace(books, tokenizer="bpe")
-    first = prepare(bpe, VOCAB_SIZE)
-    (root / "test" / "80.txt").write_text("Quite other words, zebra zebra zebra.\n" * 90)
-    assert prepare(bpe, VOCAB_SIZE).tokenizer_sha256 == first.tokenizer_sha256
-
-
 def test_line_endings_do_not_change_the_tokens(books, tmp_path):
     write_books(tmp_path / "crlf", end="\r\n")
     lf, crlf = prepare(books), prepare(replace(books, path=str(tmp_path / "crlf")))

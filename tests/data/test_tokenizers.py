@@ -141,18 +141,6 @@ def test_a_saved_tokenizer_is_loaded(learned, model_path, tmp_path):
     assert open_tokenizer(tmp_path).sha256 == open_tokenizer(model_path).sha256 == learned.sha256
 
 
-def test_load_tokenizer_without_a_model_returns_bytes(tmp_path):
-    ByteTokenizer().save(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    tokenizer = load_tokenizer(tmp_path, end_of_document=True)
-    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (257, 256, 256)
-    assert tokenizer.decode([256, 0, 97, 256]) == b"\0a"
-    assert len(set(tokenizer.pieces)) == 257
-    tokenizer = load_tokenizer(tmp_path)
-    assert (tokenizer.vocab_size, tokenizer.bos) == (256, 0)
-    assert tokenizer.encode("a\u00e9") == [97, 195, 169]
-
-
 def test_a_corrupt_or_unusable_model_is_rejected(model_path, tmp_path):
     path = tmp_path / "broken.model"
     for keep in (0, 100, -1):

@@ -24,14 +24,6 @@ def error_reason(error: BaseException) -> str:
     return " ".join(str(text).split())
 
 
-def expand_user(path: str, option: str) -> Path:
-    """Return a path with `~` expanded. option: the option that gave it, for the message."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise DataError(f"{option} {path}: unknown home folder; give a full path") from error
-
-
 def path_kind(path: Path, fix: str) -> Literal["file", "folder"]:
     """Return what a path is. Raises DataError, ending with `fix`, for anything else.
 
@@ -83,12 +75,3 @@ def list_files(
             f"or not regular files, for example {min(skipped)}"
         )
     return sorted(found, key=os.fsencode)
-
-
-def file_fingerprint(path: Path, root: str) -> list[object]:
-    """Return the path below `root`, the size and the modification time of a file."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error_reason(error)}") from error
-    return [os.path.relpath(path, root), status.st_size, status.st_mtime_ns]

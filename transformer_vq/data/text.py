@@ -30,7 +30,6 @@ from transformer_vq.data.paths import (
     SPLITS,
     DataError,
     error_reason,
-    expand_user,
     list_files,
     path_kind,
 )
@@ -44,8 +43,7 @@ HUB = "hf:"
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zip": "zip"}
 _FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv"}
 _FORMATS |= {".parquet": "parquet", ".arrow": "arrow"}
-_BINARY = (".7z", ".db", ".docx", ".feather", ".npz", ".pdf", ".pkl", ".pt", ".safetensors")
-_BINARY += (".sqlite", ".tar", ".tgz", ".xlsx")
+_BINARY = (".7z", ".db", ".docx", ".feather", ".pdf", ".sqlite", ".tar", ".tgz", ".xlsx")
 _VALIDATION = ("validation", "valid", "val", "dev", "eval")
 
 
@@ -88,6 +86,11 @@ def reading(path: str | Path) -> Iterator[None]:
         yield
     except UserError:
         raise
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 ({error.reason}); convert or remove it, or use "
+            "--data.tokenizer bytes"
+        ) from error
     except Exception as error:  # libraries raise many kinds of errors for corrupt files
         reason = error_reason(error.__cause__ or error)[:200]
         raise DataError(
@@ -112,33 +115,28 @@ def find_inputs(
     for text in paths:
         new = _find(text, format, option)
         if not new:
-            raise DataError(f"{option} {text}: contains no files; give another path")
+            raise DataError(f"{option} {text}: no files found; give another path")
         for item in new:
             item = replace(item, split=split or item.split, text_field=text_field)
-            real = item.path if item.format == "hub" else os.path.realpath(item.path)
-            found.setdefault((real, item.dataset_split), item)
+            found.setdefault((os.path.realpath(item.path), item.dataset_split), item)
     return list(found.values())
 
 
 def _find(text: str, format: str, option: str) -> list[Input]:
     if text.startswith(HUB):
-        name = text.removeprefix(HUB)
-        return _dataset_splits(name, "hub", _load_hub(name, None))
-    path = expand_user(text, option)
+        return _dataset_splits(text.removeprefix(HUB), "hub")
+    path = Path(os.path.expanduser(text))
+    listed = [path]
     if not os.path.lexists(path) and glob.has_magic(str(path)):
         listed = [Path(x) for x in sorted(glob.glob(str(path), recursive=True))]
-        if not listed:
-            raise DataError(f"{option} {text}: no file matches this pattern; check the pattern")
-    else:
-        listed = [path]
     fix = f"give a file, a folder or a pattern as {option}"
     files: list[Input] = []
     for path in listed:
         if path_kind(path, fix) == "file":
             files.append(_file(path, format))
         elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            files += _dataset_splits(str(path), "saved", _load_saved(str(path), None))
-        elif len(listed) == 1 or "**" not in text:  # ** lists the files of subfolders itself
+            files += _dataset_splits(str(path), "saved")
+        else:
             files += [_file(file, format) for file in list_files(path)]
     return files
 
@@ -153,11 +151,12 @@ def _file(path: Path, format: str) -> Input:
     return Input(str(path), _FORMATS.get(suffix, "text") if format == "auto" else format)
 
 
-def _dataset_splits(path: str, format: str, dataset: Any) -> list[Input]:
+def _dataset_splits(path: str, format: str) -> list[Input]:
     """Return the splits of a dataset; other names of validation, such as "dev", are recognized.
 
     Documents of "train" are divided by share if other splits are missing.
     """
+    dataset = _load(path, format)
     if not isinstance(dataset, dict):
         return [Input(path, format)]
     found = []
@@ -231,10 +230,8 @@ def _read_jsonl(path: str, text_field: str | None) -> Iterator[list[bytes]]:
 
 def _read_dataset(item: Input) -> Iterator[list[bytes]]:
     """Yield the rows of a file, a saved dataset or a dataset by name, read by `datasets`."""
-    if item.format == "saved":
-        rows = _load_saved(item.path, item.dataset_split)
-    elif item.format == "hub":
-        rows = _load_hub(item.path, item.dataset_split)
+    if item.format in ("saved", "hub"):
+        rows = _load(item.path, item.format, item.dataset_split)
     else:
         options = {}
         if item.format in ("csv", "tsv"):  # "NA" and empty cells are text
@@ -250,28 +247,19 @@ def _read_dataset(item: Input) -> Iterator[list[bytes]]:
     return _texts(item.path, numbered, item.text_field)
 
 
-def _load_saved(path: str, split: str | None) -> Any:
+def _load(path: str, format: str, split: str | None = None) -> Any:
+    """Return a saved dataset, or one by name, as `NAME` or `NAME:CONFIG`, read as it arrives."""
     library = _datasets()
     try:
-        dataset = library.load_from_disk(path)
-        return dataset if split is None else dataset[split]
-    except Exception as error:  # the library raises many kinds of errors for damaged folders
-        raise DataError(
-            f"{path} is not a complete dataset ({error_reason(error)[:200]}); save it again with "
-            "save_to_disk"
-        ) from error
-
-
-def _load_hub(name: str, split: str | None) -> Any:
-    """Return a dataset by name, as `NAME` or `NAME:CONFIG`; rows are read as they arrive."""
-    library = _datasets()
-    name, _, config = name.partition(":")
-    try:
+        if format == "saved":
+            dataset = library.load_from_disk(path)
+            return dataset if split is None else dataset[split]
+        name, _, config = path.partition(":")
         return library.load_dataset(name, config or None, split=split, streaming=True)
-    except Exception as error:  # of the network, of the hub, of the dataset
+    except Exception as error:  # of the network, of the hub, of a damaged folder
+        fix = "save it again with save_to_disk" if format == "saved" else "check name and network"
         raise DataError(
-            f"cannot load the dataset {name}: {error_reason(error)[:200]}; check the name and the "
-            "network"
+            f"cannot load the dataset {path}: {error_reason(error)[:200]}; {fix}"
         ) from error
 
 
@@ -294,14 +282,14 @@ def _texts(
         text = record
         if isinstance(record, Mapping):
             field = field or _find_field(path, record)
-            text = _value(where, record, field)
-        elif not isinstance(record, str):
-            raise DataError(f"{where}: it is not an object with a text field; fix or remove it")
+            for key in [field] if field in record else field.split("."):
+                if text is not None:  # null stays null, and 0 is not text
+                    text = text.get(key, 0) if isinstance(text, Mapping) else 0
         if text is not None and not isinstance(text, (str, bytes)):
-            raise DataError(
-                f"{where}: the field {field!r} is not text; fix or remove it or use "
-                "--data.text-field"
-            )
+            fields = ""
+            if isinstance(record, Mapping):
+                fields = f" in the field {field!r} of {_list(record)}"
+            raise DataError(f"{where}: no text{fields}; fix or remove it or use --data.text-field")
         yield [utf8(text) if isinstance(text, str) else text or b""]
 
 
@@ -315,20 +303,6 @@ def _find_field(path: str, record: Mapping[str, Any]) -> str:
     raise DataError(
         f"{path} has {problem} ({_list(found or record)}); choose one with --data.text-field"
     )
-
-
-def _value(where: str, record: Mapping[str, Any], field: str) -> Any:
-    value: Any = record
-    for key in [field] if field in record else field.split("."):
-        if value is None:
-            return None
-        if not isinstance(value, Mapping) or key not in value:
-            raise DataError(
-                f"{where}: no field {field!r} (its fields: {_list(record)}); fix or remove it or "
-                "use --data.text-field"
-            )
-        value = value[key]
-    return value
 
 
 def _list(fields: Iterable[str]) -> str:

@@ -220,19 +220,15 @@ class HFTokenizer(Tokenizer):
                 'its tokens in that file next to it, as {"eos_token": "..."}'
             )
         self.bos, self.eod = ends[0], ends[-1] if end_of_document else None
-        self._names = {token: name for name, token in vocab.items()}
-        self._content = _as_trained(content, layout, self._names[self.bos], self.bos)
+        self.names = {token: name for name, token in vocab.items()}
+        self._content = _as_trained(content, layout, self.names[self.bos], self.bos)
         added = self._model.get_added_tokens_decoder()
         special = {token for token, x in added.items() if x.special} | set(ends)
-        self.special_tokens = {self._names[token]: token for token in sorted(special)}
+        self.special_tokens = {self.names[token]: token for token in sorted(special)}
         self._texts = self._token_texts(layout)
         for token in ends:
             self._texts[token] = b""
         self.cuts = _safe_cuts(self.encode, self._texts)
-
-    def token_name(self, token: int) -> str:
-        """Return the name of a token in the vocabulary."""
-        return self._names[token]
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json, and tokenizer_config.json with its settings."""
@@ -276,7 +272,7 @@ class HFTokenizer(Tokenizer):
                 return bytes.fromhex(byte[1])
             return self._text_within(name).encode()
 
-        names = self._names
+        names = self.names
         return [text_of(i, names[i]) if i in names else b"" for i in range(self.vocab_size)]
 
     def _text_within(self, name: str) -> str:

@@ -135,7 +135,7 @@ def _write_fast_tokenizer(tokenizer: HFTokenizer, folder: Path, template: str | 
     added = read_json(folder / JSON_FILE).get("added_tokens") or ()
     special = [token["content"] for token in added if token.get("special")]
     chosen = tokenizer.settings.get("chat_template") if template is None else template
-    bos = tokenizer.token_name(tokenizer.bos)
+    bos = tokenizer.names[tokenizer.bos]
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos,
@@ -146,7 +146,7 @@ def _write_fast_tokenizer(tokenizer: HFTokenizer, folder: Path, template: str | 
         "clean_up_tokenization_spaces": False,
     }
     if tokenizer.eod is not None:
-        config["eos_token"] = tokenizer.token_name(tokenizer.eod)
+        config["eos_token"] = tokenizer.names[tokenizer.eod]
     if isinstance(chosen, str):
         write_text(folder / TEMPLATE_FILE, chosen)
     elif chosen is not None:  # several templates with names

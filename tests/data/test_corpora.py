@@ -7,6 +7,7 @@ import zipfile
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from sentencepiece_models import train_sentencepiece
 from transformer_vq.config import DataConfig
 from transformer_vq.data import corpora
 from transformer_vq.data.corpora import download
+from transformer_vq.data.documents import find_edges
 from transformer_vq.data.paths import SPLITS, DataError
 from transformer_vq.data.prepare import prepare
 
@@ -38,14 +40,13 @@ def enwik8_config(tmp_path, *path):
 
 @pytest.mark.parametrize("is_complete", [True, False])
 def test_the_complete_file_has_the_published_splits(tmp_path, monkeypatch, capsys, is_complete):
-    assert (corpora.SIZE, corpora.EDGES) == (100_000_000, (90_000_000, 95_000_000))
+    source = SimpleNamespace(dataset="enwik8", shares=(0.05, 0.05))
+    assert find_edges(source, np.array([corpora.SIZE])) == (90_000_000, 95_000_000)
     if is_complete:
         monkeypatch.setattr(corpora, "SIZE", 1000)
-        monkeypatch.setattr(corpora, "EDGES", (700, 900))
     (tmp_path / "enwik8").write_bytes(CONTENT)
     corpus = prepare(enwik8_config(tmp_path, tmp_path / "enwik8"))
-    edges = (0, 700, 900, 1000) if is_complete else (0, 900, 950, 1000)
-    for split, (first, last) in zip(SPLITS, pairwise(edges), strict=True):
+    for split, (first, last) in zip(SPLITS, pairwise((0, 900, 950, 1000)), strict=True):
         assert documents(corpus, split) == [CONTENT[first:last]]
     found = capsys.readouterr().err
     assert ("has 1,000 bytes instead of" in found) == (not is_complete)

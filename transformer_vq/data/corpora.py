@@ -13,7 +13,6 @@ from transformer_vq.data.images import (
     ImageNetFile,
     find_imagenet64,
     find_images,
-    image_edges,
 )
 from transformer_vq.data.paths import (
     SPLITS,
@@ -32,7 +31,6 @@ URL = "http://mattmahoney.net/dc/enwik8.zip"
 ZIP_SHA256 = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
 DOWNLOAD = "downloads/enwik8.zip"  # in the cache
 SIZE = 100_000_000
-EDGES = (90_000_000, 95_000_000)
 DEFAULT_VOCAB_SIZE = 8_192
 
 
@@ -51,7 +49,7 @@ class Source:
     vocab_size: int
     ends_documents: bool = False
     shares: tuple[float, float] = (0.05, 0.05)
-    """Of validation and test, for inputs without a split."""
+    """Of validation and test, for inputs without a split; the default is that of enwik8."""
     has_images: bool = False
 
     @property
@@ -61,14 +59,8 @@ class Source:
         shares = dict(zip(SPLITS, (1.0, *self.shares), strict=True))
         return [name for name in SPLITS if name in given or (None in given and shares[name] > 0)]
 
-    def find_edges(self, n_documents: int, n_bytes: int) -> tuple[int, int] | None:
-        """Return where validation and test start, in bytes, unless that is a matter of shares."""
-        if self.dataset == "images":
-            return image_edges(n_documents)
-        return EDGES if self.dataset == "enwik8" and n_bytes == SIZE else None
-
     def check_size(self, n_bytes: int) -> None:
-        """Warn if enwik8 is not complete: it is then split in the same proportions."""
+        """Warn if enwik8 is not complete."""
         if self.dataset == "enwik8" and n_bytes != SIZE:
             warn(
                 f"{self.inputs[0].path} has {n_bytes:,} bytes instead of the {SIZE:,} of enwik8: "
@@ -158,7 +150,7 @@ def _books(root: Path) -> list[Input]:
     books: list[Input] = []
     for split in SPLITS:
         check_folder(root / split, fix)
-        found = list_files(root / split, recursive=False, wanted=lambda x: x.endswith(".txt"))
+        found = list_files(root / split, lambda name: name.endswith(".txt"))
         if not found:
             raise DataError(f"{root / split} contains no books; {fix}")
         books += [Input(str(file), "text", split, unix_newlines=True) for file in found]

@@ -25,6 +25,7 @@ import numpy as np
 
 from transformer_vq.data.corpora import Source
 from transformer_vq.data.corpus import TOKENS, token_dtype
+from transformer_vq.data.images import image_edges
 from transformer_vq.data.paths import SPLITS
 from transformer_vq.data.text import reading
 from transformer_vq.data.tokenizers import (
@@ -258,9 +259,8 @@ def find_edges(source: Source, sizes: np.ndarray) -> tuple[int, int]:
     """
     ends = np.cumsum(sizes)
     total = int(ends[-1])
-    known = source.find_edges(len(sizes), total)
-    if known is not None:
-        return known
+    if source.dataset == "images":
+        return image_edges(len(sizes))
     validation, test = source.shares
     tolerance = EDGE_TOLERANCE * min((x for x in source.shares if x > 0), default=0.0) * total
     found = []

@@ -49,9 +49,7 @@ def check_folder(path: Path, fix: str) -> None:
         raise DataError(f"{path} is not a folder; {fix}")
 
 
-def list_files(
-    folder: Path, recursive: bool = True, wanted: Callable[[str], bool] = lambda name: True
-) -> list[Path]:
+def list_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> list[Path]:
     """Return the regular files in a folder whose names are `wanted`, except hidden ones, sorted.
 
     Warns about entries that are skipped. Raises DataError if a folder cannot be listed, because its
@@ -64,7 +62,7 @@ def list_files(
     found: list[Path] = []
     skipped: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if recursive and not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".")]
         skipped += [path for name in folders if (path := Path(parent, name)).is_symlink()]
         for path in [Path(parent, name) for name in names if not name.startswith(".")]:
             if wanted(path.name):

@@ -15,6 +15,7 @@ from data_helpers import CONTENT, documents, open_rejection, rejection, story
 
 from transformer_vq.config import DataConfig
 from transformer_vq.data import documents as module
+from transformer_vq.data import prepare as preparing
 from transformer_vq.data import text as reading
 from transformer_vq.data.corpus import Corpus, SplitSize
 from transformer_vq.data.documents import count_words
@@ -119,6 +120,12 @@ def test_a_vocabulary_is_never_learned_from_held_out_text(text, tmp_path):
         (tmp_path / "text").write_text(story()[: 4 * len(held_out)] + end)
         vocabularies.add(prepare(config, 300).tokenizer_sha256)
     assert len(vocabularies) == 1
+
+
+def test_a_vocabulary_is_learned_from_a_limited_amount_of_text(folder, jsonl, monkeypatch):
+    monkeypatch.setattr(preparing, "MAX_LEARN_BYTES", 3000)
+    one, other = (prepare(replace(x, tokenizer="bpe"), 280) for x in (folder, jsonl))
+    assert one.tokenizer_sha256 == other.tokenizer_sha256
 
 
 def test_explicit_splits_are_used_as_they_are(tmp_path, folder):

@@ -289,7 +289,7 @@ def _texts(
             fields = ""
             if isinstance(record, Mapping):
                 fields = f" in the field {field!r} of {_list(record)}"
-            raise DataError(f"{where}: no text{fields}; fix or remove it or use --data.text-field")
+            raise DataError(f"{where}: no text{fields}; fix or remove it, or set --data.text-field")
         yield [utf8(text) if isinstance(text, str) else text or b""]
 
 

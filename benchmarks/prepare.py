@@ -20,15 +20,9 @@ from measure import machine
 from transformer_vq.config import DataConfig
 from transformer_vq.data.bpe import LINE_STARTS
 from transformer_vq.data.corpus import Corpus
-from transformer_vq.data.hf_tokenizer import import_tokenizers
 from transformer_vq.data.prepare import prepare
-from transformer_vq.data.tokenizers import (
-    CHUNK_CHARS,
-    TOKENIZER_FILES,
-    divide,
-    import_sentencepiece,
-)
-from transformer_vq.errors import UserError
+from transformer_vq.data.tokenizers import CHUNK_CHARS, TOKENIZER_FILES, divide
+from transformer_vq.errors import UserError, import_extra
 from transformer_vq.progress import info
 
 LIBRARY_BYTES = 20_000_000  # of text that the library tokenizes alone, from memory
@@ -169,11 +163,13 @@ def _library_throughput(file: Path, texts: list[str]) -> float:
 
 def _library_method(file: Path) -> Callable[[list[str]], object]:
     if file.suffix == ".json":
-        encode: Callable[[list[str]], object] = (
-            import_tokenizers().Tokenizer.from_file(str(file)).encode_batch_fast
-        )
+        library = import_extra("tokenizers", "a BPE vocabulary")
+        encode: Callable[[list[str]], object] = library.Tokenizer.from_file(
+            str(file)
+        ).encode_batch_fast
         return encode
-    model = import_sentencepiece().SentencePieceProcessor(model_file=str(file))
+    library = import_extra("sentencepiece", "a SentencePiece vocabulary")
+    model = library.SentencePieceProcessor(model_file=str(file))
     return lambda texts: model.encode(texts, num_threads=os.cpu_count() or 1)
 
 

@@ -6,7 +6,10 @@ exception is a bug and keeps its traceback.
 
 from __future__ import annotations
 
+import importlib
 import shlex
+import warnings
+from typing import Any
 
 EXTRAS = {
     "datasets": "data",
@@ -53,6 +56,18 @@ def missing_extra(feature: str, package: str) -> MissingExtraError:
     extra = EXTRAS.get(name.split()[0])
     which = "" if extra is None else f" (extra {extra!r})"
     return MissingExtraError(f"{feature} needs {name}{which}: pip install {shlex.quote(package)}")
+
+
+def import_extra(module: str, feature: str, package: str | None = None) -> Any:
+    """Import an optional package; raise MissingExtraError, which names the feature, without it.
+
+    package: its name for pip, if that is not the name of the module.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            return importlib.import_module(module)
+    except ImportError:
+        raise missing_extra(feature, package or module) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

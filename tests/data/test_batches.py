@@ -102,15 +102,6 @@ def test_spans_of_a_sequence_are_consecutive_and_padding_comes_last(batches):
         assert row == list(range(first, stop)) + [-1] * (first + length - stop)
 
 
-def test_the_last_sequence_is_padded():
-    batches = TrainingBatches(make_split(10), batch_size=3, seq_len=4, backprop_len=4)
-    batch = batches[0]
-    (last,) = [i for i, row in enumerate(batch.targets.tolist()) if row[0] == 1_000_008]
-    assert batch.valid[last].tolist() == [True, True, False, False]
-    assert int((~batch.valid).sum()) == 2
-    assert batch.n_targets == 10
-
-
 @given(any_batches())
 def test_document_ids_are_given_exactly_for_packed_documents(batches):
     starts = batches.split.starts
@@ -148,15 +139,6 @@ def test_a_batch_does_not_depend_on_earlier_reads(batches, steps):
             batches.seed,
         )
         assert_same(batches[step], fresh[step])
-
-
-def test_batches_have_the_shapes_and_dtypes_of_the_model():
-    batches = TrainingBatches(make_split(50, (0, 9)), batch_size=5, seq_len=8, backprop_len=4)
-    batch = batches[1]
-    for name in ("tokens", "targets", "document_ids"):
-        assert getattr(batch, name).shape == (5, 4)
-        assert getattr(batch, name).dtype == torch.int64
-    assert batches[9].valid.dtype == torch.bool
 
 
 def test_a_split_shorter_than_a_sequence_is_rejected():

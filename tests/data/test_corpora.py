@@ -7,6 +7,7 @@ import zipfile
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ from sentencepiece_models import train_sentencepiece
 from transformer_vq.config import DataConfig
 from transformer_vq.data import corpora
 from transformer_vq.data.corpora import download
+from transformer_vq.data.documents import find_edges
 from transformer_vq.data.paths import SPLITS, DataError
 from transformer_vq.data.prepare import prepare
 
-CONTENT = np.random.default_rng(0).bytes(1000)
+CONTENT = np.random.default_rng(0).integers(1, 256, 1000, np.uint8).tobytes()
 VOCAB_SIZE = 340
 BOOKS = {"train": range(5), "validation": (60, 70), "test": (80, 90)}
 
@@ -38,14 +40,13 @@ def enwik8_config(tmp_path, *path):
 
 @pytest.mark.parametrize("is_complete", [True, False])
 def test_the_complete_file_has_the_published_splits(tmp_path, monkeypatch, capsys, is_complete):
-    assert (corpora.SIZE, corpora.EDGES) == (100_000_000, (90_000_000, 95_000_000))
+    source = SimpleNamespace(dataset="enwik8", shares=(0.05, 0.05))
+    assert find_edges(source, np.array([corpora.SIZE])) == (90_000_000, 95_000_000)
     if is_complete:
         monkeypatch.setattr(corpora, "SIZE", 1000)
-        monkeypatch.setattr(corpora, "EDGES", (700, 900))
     (tmp_path / "enwik8").write_bytes(CONTENT)
     corpus = prepare(enwik8_config(tmp_path, tmp_path / "enwik8"))
-    edges = (0, 700, 900, 1000) if is_complete else (0, 900, 950, 1000)
-    for split, (first, last) in zip(SPLITS, pairwise(edges), strict=True):
+    for split, (first, last) in zip(SPLITS, pairwise((0, 900, 950, 1000)), strict=True):
         assert documents(corpus, split) == [CONTENT[first:last]]
     found = capsys.readouterr().err
     assert ("has 1,000 bytes instead of" in found) == (not is_complete)
@@ -152,13 +153,6 @@ def test_each_book_is_one_lossless_document_with_its_words(books, model):
         assert sorted(got) == sorted(reference.encode(book(seed)) for seed in seeds)
 
 
-def test_a_vocabulary_is_learned_from_the_train_split_only(root, books):
-    bpe = replace(books, tokenizer="bpe")
-    first = prepare(bpe, VOCAB_SIZE)
-    (root / "test" / "80.txt").write_text("Quite other words, zebra zebra zebra.\n" * 90)
-    assert prepare(bpe, VOCAB_SIZE).tokenizer_sha256 == first.tokenizer_sha256
-
-
 def test_line_endings_do_not_change_the_tokens(books, tmp_path):
     write_books(tmp_path / "crlf", end="\r\n")
     lf, crlf = prepare(books), prepare(replace(books, path=str(tmp_path / "crlf")))
@@ -169,8 +163,6 @@ def test_line_endings_do_not_change_the_tokens(books, tmp_path):
 def test_missing_books_and_vocabularies_are_rejected(root, books):
     message = rejection(prepare, replace(books, tokenizer=None), VOCAB_SIZE)
     assert "give a SentencePiece .model file as --data.tokenizer" in message
-    message = rejection(prepare, replace(books, tokenizer="sentencepiece"))
-    assert "SentencePiece vocabularies are not learned" in message
     message = rejection(prepare, replace(books, path=str(root / "nowhere")))
     assert "nowhere does not exist; --data.path must contain the books" in message
     (root / "train" / "2.txt").write_bytes("caf\u00e9".encode("latin-1"))

@@ -17,8 +17,7 @@ from tokenizers import (
     trainers,
 )
 
-from transformer_vq.data.hf_tokenizer import HFTokenizer
-from transformer_vq.data.tokenizers import SentencePieceTokenizer, load_tokenizer, open_tokenizer
+from transformer_vq.data.tokenizers import load_tokenizer, open_tokenizer
 from transformer_vq.files import file_digest
 
 NASTY = [
@@ -28,7 +27,7 @@ NASTY = [
     "\n\n\tA tab,\r\nboth line ends,\ra single one.\n",
     "\u00e9t\u00e9, \u65e5\u672c\u8a9e, \U0001f600\u200d\U0001f680 e\u0301",
     "a\u2581b \u2581\u2581",
-    "<s> </s> <unk> <0x41> <|endoftext|> [CLS] [SEP] ##a",
+    "<s> </s> <unk> <0x41> <|endoftext|>",
     "\x00\x01\x7f\u00a0\u2028\u3000\ufeff\ufffd\U0010ffff",
 ]
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -71,7 +70,7 @@ def llama() -> Tokenizer:
 
 
 def t5() -> Tokenizer:
-    """Return a unigram tokenizer that has the name of its eos token as an ordinary piece."""
+    """Return a unigram tokenizer, which splits at white space."""
     letters = sorted(set(story()) - {" ", "\n"})
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("\u2581", -3.0)]
     pieces += [("\u2581the", -2.0), *((letter, -4.0) for letter in [*letters, "<", ">", "/"])]
@@ -84,15 +83,6 @@ def t5() -> Tokenizer:
     return tokenizer
 
 
-def bert() -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    return train(tokenizer, trainers.WordPieceTrainer, special, vocab_size=120)
-
-
 def train(tokenizer, trainer, special, **options) -> Tokenizer:
     if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
         options["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
@@ -102,7 +92,7 @@ def train(tokenizer, trainer, special, **options) -> Tokenizer:
 
 
 OPENED = {}
-KINDS = {"gpt2": gpt2, "llama": llama, "t5": t5, "bert": bert}
+KINDS = {"gpt2": gpt2, "llama": llama, "t5": t5}
 
 
 @pytest.fixture(scope="module")
@@ -132,12 +122,11 @@ def reference(folder) -> Tokenizer:
         ("gpt2", "<|endoftext|>", "<|endoftext|>"),
         ("llama", "<s>", "</s>"),
         ("t5", "</s>", "</s>"),
-        ("bert", "[CLS]", "[SEP]"),
     ],
 )
 def test_bos_and_eos_are_recognized_by_name(folders, kind, bos, eos):
     tokenizer = open_tokenizer(folders / kind, end_of_document=True)
-    found = tokenizer.token_name(tokenizer.bos), tokenizer.token_name(tokenizer.eod)
+    found = tokenizer.names[tokenizer.bos], tokenizer.names[tokenizer.eod]
     assert found == (bos, eos)
     assert tokenizer.decode([tokenizer.bos, tokenizer.eod]) == b""
     assert open_tokenizer(folders / kind).eod is None
@@ -149,10 +138,8 @@ def test_ids_are_those_of_the_library_without_special_tokens(folder, text):
     tokenizer, library = open_tokenizer(folder, True), reference(folder)
     tokens = tokenizer.encode(text)
     special = {i for i, x in library.get_added_tokens_decoder().items() if x.special}
-    unknown = {library.token_to_id(name) for name in ("<unk>", "[UNK]")}
-    assert not (special - unknown) & set(tokens)
-    if folder.name != "t5" or "</s>" not in text:
-        assert tokens == library.encode(text, add_special_tokens=False).ids
+    assert folder.name == "t5" or not (special - {library.token_to_id("<unk>")}) & set(tokens)
+    assert tokens == library.encode(text, add_special_tokens=False).ids
 
 
 def test_batches_equal_single_texts(folder):
@@ -183,16 +170,6 @@ def test_the_tokens_of_a_text_are_those_of_its_parts(folders, kind, text):
     assert [t for part in parts for t in tokenizer.encode(part)] == tokenizer.encode(text)
 
 
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_bos_and_eos_are_read_from_config_files(folders, tmp_path, name):
-    save_llama(folders, tmp_path)
-    (tmp_path / name).write_text(
-        json.dumps({"bos_token": None, "eos_token": {"content": "<s>", "lstrip": False}})
-    )
-    tokenizer = open_tokenizer(tmp_path / "tokenizer.json", True)
-    assert (tokenizer.bos, tokenizer.eod) == (1, 1)
-
-
 def save_llama(folders, folder):
     content = (folders / "llama" / "tokenizer.json").read_bytes()
     (folder / "tokenizer.json").write_bytes(content)
@@ -215,7 +192,7 @@ def test_a_saved_tokenizer_is_loaded_with_its_chat_template(folders, tmp_path, a
     names = {"tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in saved.iterdir()} == names
     assert (loaded.bos, loaded.eod, loaded.settings) == (2, 1, given.settings)
-    assert loaded.settings.chat_template == template
+    assert loaded.settings["chat_template"] == template
     assert loaded.sha256 == given.sha256 == file_digest(saved / "tokenizer.json")
     assert loaded.encode(NASTY[6]) == given.encode(NASTY[6])
 
@@ -232,11 +209,8 @@ def test_saved_tokenizers_put_bos_before_texts_and_keep_their_digest(folder, tmp
         given = saved
 
 
-def test_changed_and_missing_saved_files_are_rejected(folders, tmp_path):
+def test_a_changed_saved_file_is_rejected(folders, tmp_path):
     tokenizer = open_tokenizer(folders / "llama")
-    tokenizer.save(tmp_path)
-    (tmp_path / "tokenizer_config.json").unlink()
-    assert "tokenizer_config.json does not exist" in rejection(load_tokenizer, tmp_path)
     tokenizer.save(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((folders / "gpt2" / "tokenizer.json").read_bytes())
     message = rejection(load_tokenizer, tmp_path, tokenizer.sha256)
@@ -250,17 +224,10 @@ def test_a_file_that_is_not_a_tokenizer_is_rejected(tmp_path, content):
     assert f"{path} is not a Hugging Face tokenizer" in rejection(open_tokenizer, path)
 
 
-def test_a_corrupt_config_is_rejected(folders, tmp_path):
-    save_llama(folders, tmp_path)
-    for content in ("{", "[]"):
-        (tmp_path / "tokenizer_config.json").write_text(content)
-        assert "tokenizer_config.json is not" in rejection(open_tokenizer, tmp_path)
-
-
 def test_a_tokenizer_without_bos_and_eos_names_the_fix(tmp_path):
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "stop": 1}))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert "name one of its tokens in tokenizer_config.json" in rejection(open_tokenizer, tmp_path)
+    assert "not those of tokenizer_config.json; name one" in rejection(open_tokenizer, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "stop"}')
     tokenizer = open_tokenizer(tmp_path, True)
     assert (tokenizer.bos, tokenizer.eod, tokenizer.encode("a")) == (1, 1, [0])
@@ -271,8 +238,6 @@ def test_a_tokenizer_without_bos_and_eos_names_the_fix(tmp_path):
 def test_a_folder_without_a_tokenizer_is_rejected(tmp_path):
     message = rejection(open_tokenizer, tmp_path)
     assert "has no tokenizer.json and no tokenizer.model" in message
-    assert "does not exist" in rejection(open_tokenizer, tmp_path / "absent")
+    assert "absent: No such file" in rejection(open_tokenizer, tmp_path / "absent")
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     assert "is not a SentencePiece model" in rejection(open_tokenizer, tmp_path)
-    assert "is a folder" in rejection(HFTokenizer, tmp_path)
-    assert "is a folder" in rejection(SentencePieceTokenizer, tmp_path)

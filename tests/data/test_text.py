@@ -61,7 +61,6 @@ WRITERS = {
     "x.jsonl": lambda path: path.write_bytes(jsonl(DOCUMENTS)),
     "x.ndjson": lambda path: path.write_bytes(jsonl(DOCUMENTS, "body")),
     "strings.jsonl": lambda path: path.write_text("\n".join(map(json.dumps, DOCUMENTS)) + "\n\n"),
-    "x.jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl(DOCUMENTS))),
     "x.jsonl.zst": lambda path: path.write_bytes(zstandard.compress(jsonl(DOCUMENTS))),
     "x.json": lambda path: path.write_text(json.dumps([{"text": x} for x in DOCUMENTS])),
     "x.csv": lambda path: write_csv(path, ","),
@@ -104,16 +103,10 @@ def test_compressed_files_are_decompressed(tmp_path, monkeypatch, suffix):
     if suffix == ".zip":
         write_zip(path, TEXT)
     else:
-        path.write_bytes(COMPRESSORS.get(suffix, bytes)(TEXT))
+        compress = COMPRESSORS.get(suffix, bytes)
+        path.write_bytes(compress(TEXT[:500]) + compress(TEXT[500:]))
     monkeypatch.setattr(text, "CHUNK", 100)
     assert read(path) == [TEXT]
-
-
-@pytest.mark.parametrize("suffix", COMPRESSORS)
-def test_concatenated_files_are_read_to_the_end(tmp_path, suffix):
-    compress = COMPRESSORS[suffix]
-    (tmp_path / f"x{suffix}").write_bytes(compress(TEXT) + compress(b"more"))
-    assert read(tmp_path / f"x{suffix}") == [TEXT + b"more"]
 
 
 @pytest.mark.parametrize("suffix", [*COMPRESSORS, ".zip"])
@@ -138,18 +131,17 @@ def test_damaged_files_are_rejected_in_one_line(tmp_path, name):
     assert f"{tmp_path / name}" in rejected(tmp_path / name)
 
 
-def test_a_byte_order_mark_is_removed_and_utf16_rejected(tmp_path, monkeypatch):
+def test_a_byte_order_mark_is_removed_and_binary_files_are_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(text, "CHUNK", 5)
     (tmp_path / "bom").write_bytes(b"\xef\xbb\xbf" + TEXT)
     assert read(tmp_path / "bom") == [TEXT]
     (tmp_path / "utf16").write_bytes("text".encode("utf-16"))
-    assert "convert it to UTF-8" in rejected(tmp_path / "utf16")
-
-
-def test_a_line_may_span_chunks(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "CHUNK", 7)
-    (tmp_path / "x.jsonl").write_bytes(jsonl(DOCUMENTS).rstrip())
-    assert read(tmp_path / "x.jsonl") == [document.encode() for document in DOCUMENTS]
+    (tmp_path / "nul").write_bytes(b"\x7fELF\0")
+    for name in ("utf16", "nul"):
+        assert f"{name} is not text; convert it to UTF-8" in rejected(tmp_path / name)
+    for name in ("x.pdf", "x.tar.gz", "x.TGZ", "x.sqlite"):
+        (tmp_path / name).write_bytes(TEXT)
+        assert f"{name} is not text" in rejected(tmp_path / name)
 
 
 def test_folders_and_patterns_are_listed_in_order_and_files_read_once(tmp_path):
@@ -169,8 +161,8 @@ def test_missing_paths_name_the_option_and_the_fix(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("nowhere")
     assert "does not exist; give a file, a folder" in rejected(tmp_path / "absent")
-    assert "contains no files" in rejected(tmp_path / "empty", option="--data.test-path")
-    assert "no file matches this pattern" in rejected(tmp_path / "*.csv")
+    assert "no files found" in rejected(tmp_path / "empty", option="--data.test-path")
+    assert "no files found" in rejected(tmp_path / "*.csv")
     assert "broken symbolic link" in rejected(tmp_path / "link")
     assert "neither a regular file nor a folder" in rejected("/dev/zero")
 
@@ -182,8 +174,9 @@ def test_the_text_field_is_found_or_chosen(tmp_path):
     assert read(path, text_field="body") == [b"b"]
     assert read(path, text_field="meta.note") == [b"n"]
     assert "several fields with text (title, body); choose one" in rejected(path)
-    assert "no field 'bdy' (its fields: id, title, body, meta)" in rejected(path, text_field="bdy")
-    assert "the field 'id' is not text" in rejected(path, text_field="id")
+    for field in ("bdy", "id", "meta.x", "body.x.y"):
+        problem = f"no text in the field {field!r} of id, title, body, meta; fix"
+        assert problem in rejected(path, text_field=field)
     path.write_text('{"text": null}\n{"text": "\\ud800"}\n')
     assert read(path) == [b"", "\ufffd".encode()]
     path.write_text('{"id": 3}\n')
@@ -194,8 +187,8 @@ def test_the_text_field_is_found_or_chosen(tmp_path):
     ("line", "problem"),
     [
         ("{", "invalid JSON"),
-        ("3", "it is not an object with a text field"),
-        ('{"other": "x"}', "no field 'text' (its fields: other)"),
+        ("[3]", "no text"),
+        ('{"other": "x"}', "no text in the field 'text' of other"),
         ("[" * 100_000, "invalid JSON"),
     ],
 )
@@ -264,7 +257,7 @@ def test_standard_input_that_cannot_be_shared_is_rejected(tmp_path, monkeypatch)
     twice = DataConfig(path="-", test_path="-")
     assert "only once" in rejection(store_stdin, twice, tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "torchrun" in rejection(store_stdin, DataConfig(path="-"), tmp_path)
+    assert "only once" in rejection(store_stdin, DataConfig(path="-"), tmp_path)
 
 
 def test_python_sources_are_hundreds_of_files_without_tests():

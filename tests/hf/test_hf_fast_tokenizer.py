@@ -172,7 +172,7 @@ def test_generation_stops_at_the_end_of_a_document(tmp_path):
     model = TransformerVQ.load(run / "best" / "model.safetensors").eval()
     prompt = [0, *load_tokenizer(tmp_path).encode("the fox")]
     likely = int(model(torch.tensor([prompt])).logits[0, -1].argmax())
-    name = open_tokenizer(tmp_path).token_name(likely)
+    name = open_tokenizer(tmp_path).names[likely]
     config = {"bos_token": "<|endoftext|>", "eos_token": name}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "again").mkdir()

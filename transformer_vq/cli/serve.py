@@ -97,7 +97,6 @@ def run(arguments: list[str]) -> None:
 
 def _service(options: ServeOptions, api_key: str | None, held: ExitStack) -> Service:
     """Load the model and open its store, which stays locked until `held` is closed."""
-    from transformer_vq.data.paths import expand_user
     from transformer_vq.device import find_device, keep_freed_memory, matmul_precision
     from transformer_vq.files import lock_folder
     from transformer_vq.generation.snapshot import Snapshots
@@ -123,7 +122,7 @@ def _service(options: ServeOptions, api_key: str | None, held: ExitStack) -> Ser
     model.to(device)
     snapshots = Snapshots(model)
     digest = snapshots.identity["weights"][:12]
-    cache = expand_user(DataConfig().cache_folder, "--store")
+    cache = Path(os.path.expanduser(DataConfig().cache_folder))
     store = options.store or cache / "serve" / digest
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
     in_use = UserError(f"another server uses {store}; stop it, or use another --store")

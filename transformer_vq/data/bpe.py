@@ -15,9 +15,9 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from transformer_vq.data.hf_tokenizer import HFTokenizer, import_tokenizers
 from transformer_vq.data.paths import DataError
-from transformer_vq.data.tokenizers import JSON_FILE, utf8
+from transformer_vq.data.tokenizers import JSON_FILE, HFTokenizer, utf8
+from transformer_vq.errors import import_extra
 from transformer_vq.files import PARTIAL
 
 END_OF_TEXT = "<|endoftext|>"
@@ -41,7 +41,7 @@ def learn_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
     Token 0 is <|endoftext|>. The result does not depend on the order of the texts, on where they
     are divided at LINE_STARTS, or on the number of threads.
     """
-    import_tokenizers()
+    import_extra("tokenizers", "a BPE tokenizer")
     if vocab_size < N_SYMBOLS:
         raise _error(vocab_size, f"set --model.vocab-size to at least {N_SYMBOLS}")
     # The working directory differs, so relative entries of sys.path would not work.
@@ -59,10 +59,8 @@ def learn_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
             errors="replace",
         )
         if done.returncode:
-            reason = f"signal {-done.returncode} ended the subprocess; it may be out of memory"
-            if done.returncode > 0:
-                reason = (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
-            raise _error(vocab_size, reason)
+            lines = done.stderr.strip().splitlines() or ["it may be out of memory"]
+            raise _error(vocab_size, f"{lines[-1]} (exit status {done.returncode})")
         learned = HFTokenizer(Path(partial, JSON_FILE))
     if learned.vocab_size < vocab_size:
         raise _error(

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from transformer_vq.data.paths import error_reason
 from transformer_vq.errors import UserError
 
 Templates = str | dict[str, str] | list[dict[str, str]]
@@ -40,8 +41,9 @@ def compile_chat_template(text: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = _to_json
-    environment.globals.update(raise_exception=_raise, strftime_now=_strftime_now)
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    environment.globals["raise_exception"] = _raise
     return environment.from_string(text)
 
 
@@ -49,16 +51,11 @@ def read_chat_template(path: Path) -> str:
     """Return the template in a file; raise UserError if it cannot be read or is not valid Jinja."""
     try:
         text = path.read_text("utf-8")
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not UTF-8 text; give a Jinja file") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}; give a Jinja file") from None
-    if not text.strip():
-        raise UserError(f"{path} is empty; give a Jinja file")
-    try:
         compile_chat_template(text)
     except TemplateSyntaxError as error:
         raise UserError(f"{path}, line {error.lineno}: {error.message}; fix the template") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error_reason(error)}; give a Jinja file") from None
     return text
 
 
@@ -67,14 +64,6 @@ def writes_special_tokens(templates: Templates | None, names: Iterable[str]) -> 
     wanted = ("bos_token", "eos_token", "pad_token", *names)
     text = "" if templates is None else json.dumps(templates, ensure_ascii=False)
     return any(name in text for name in wanted)
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
 
 
 def _raise(message: str) -> NoReturn:

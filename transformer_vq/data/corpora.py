@@ -13,28 +13,24 @@ from transformer_vq.data.images import (
     ImageNetFile,
     find_imagenet64,
     find_images,
-    image_edges,
 )
 from transformer_vq.data.paths import (
     SPLITS,
     DataError,
     check_folder,
     error_reason,
-    expand_user,
-    file_fingerprint,
     list_files,
     path_kind,
 )
-from transformer_vq.data.text import Input, find_inputs, python_sources
+from transformer_vq.data.text import Input, find_inputs, python_sources, reading
 from transformer_vq.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from transformer_vq.files import CorruptFileError, file_digest
 from transformer_vq.progress import info, warn
 
 URL = "http://mattmahoney.net/dc/enwik8.zip"
 ZIP_SHA256 = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
+DOWNLOAD = "downloads/enwik8.zip"  # in the cache
 SIZE = 100_000_000
-EDGES = (90_000_000, 95_000_000)
-NAMES = ("enwik8", "enwik8.zip", "enwik8.xz", "enwik8.gz", "enwik8.bz2")
 DEFAULT_VOCAB_SIZE = 8_192
 
 
@@ -53,7 +49,7 @@ class Source:
     vocab_size: int
     ends_documents: bool = False
     shares: tuple[float, float] = (0.05, 0.05)
-    """Of validation and test, for inputs without a split."""
+    """Of validation and test, for inputs without a split; the default is that of enwik8."""
     has_images: bool = False
 
     @property
@@ -63,14 +59,8 @@ class Source:
         shares = dict(zip(SPLITS, (1.0, *self.shares), strict=True))
         return [name for name in SPLITS if name in given or (None in given and shares[name] > 0)]
 
-    def find_edges(self, n_documents: int, n_bytes: int) -> tuple[int, int] | None:
-        """Return where validation and test start, in bytes, unless that is a matter of shares."""
-        if self.dataset == "images":
-            return image_edges(n_documents)
-        return EDGES if self.dataset == "enwik8" and n_bytes == SIZE else None
-
     def check_size(self, n_bytes: int) -> None:
-        """Warn if enwik8 is not complete: it is then split in the same proportions."""
+        """Warn if enwik8 is not complete."""
         if self.dataset == "enwik8" and n_bytes != SIZE:
             warn(
                 f"{self.inputs[0].path} has {n_bytes:,} bytes instead of the {SIZE:,} of enwik8: "
@@ -85,7 +75,9 @@ class Source:
         inputs = []
         for item, some in zip(self.inputs, files, strict=True):
             options = {name: x for name, x in vars(item).items() if name not in ("path", "images")}
-            found = [file_fingerprint(file, root) for file in some]
+            with reading(item.path):
+                status = [(file, file.stat()) for file in some]
+            found = [[os.path.relpath(x, root), y.st_size, y.st_mtime_ns] for x, y in status]
             inputs.append([options, found or item.path])
         tokenizer: list[object] = ["bpe"]
         if self.tokenizer is not None:
@@ -98,13 +90,13 @@ def find_source(config: DataConfig, vocab_size: int | None) -> Source:
 
     vocab_size: of a vocabulary that must be learned; None uses 8,192.
     """
-    path = expand_user(config.path[0], "--data.path") if config.path else None
+    path = Path(os.path.expanduser(config.path[0])) if config.path else None
     name = config.dataset
     if name == "text":
         inputs, shares = _text_inputs(config)
         return replace(_text_source(config, inputs, vocab_size), shares=shares)
     if name == "enwik8":
-        file = _find_enwik8(path, expand_user(config.cache_folder, "--data.cache"))
+        file = _find_enwik8(path, Path(os.path.expanduser(config.cache_folder)))
         return _text_source(config, [Input(str(file), "text")], vocab_size)
     if path is None:
         raise DataError(f"{name} is not downloaded automatically; give its folder as --data.path")
@@ -125,7 +117,7 @@ def _text_source(config: DataConfig, inputs: list[Input], vocab_size: int | None
     if name in LEARNED:
         tokenizer, size = None, vocab_size or DEFAULT_VOCAB_SIZE
     else:
-        path = expand_user(name, "--data.tokenizer")
+        path = Path(os.path.expanduser(name))
         tokenizer = ByteTokenizer(ends) if name == "bytes" else open_tokenizer(path, ends)
         size = tokenizer.vocab_size
     return Source(config.dataset, list(inputs), tokenizer, size, ends)
@@ -158,7 +150,7 @@ def _books(root: Path) -> list[Input]:
     books: list[Input] = []
     for split in SPLITS:
         check_folder(root / split, fix)
-        found = list_files(root / split, recursive=False, wanted=lambda x: x.endswith(".txt"))
+        found = list_files(root / split, lambda name: name.endswith(".txt"))
         if not found:
             raise DataError(f"{root / split} contains no books; {fix}")
         books += [Input(str(file), "text", split, unix_newlines=True) for file in found]
@@ -167,22 +159,19 @@ def _books(root: Path) -> list[Input]:
 
 def _find_enwik8(path: Path | None, cache: Path) -> Path:
     if path is None:
-        file = _download_path(cache)
+        file = cache / DOWNLOAD
         if not file.is_file():
             raise DataError(
                 "enwik8 is not downloaded; run `tvq prepare enwik8` or give a file as --data.path"
             )
         return file
-    if path_kind(path, "--data.path must be enwik8 or enwik8.zip") == "file":
+    fix = "--data.path must be enwik8, enwik8.zip, or a folder with either"
+    if path_kind(path, fix) == "file":
         return path
-    found = [path / name for name in NAMES if (path / name).is_file()]
+    found = [path / name for name in ("enwik8", "enwik8.zip") if (path / name).is_file()]
     if not found:
-        raise DataError(f"{path} contains neither enwik8 nor enwik8.zip; give another --data.path")
+        raise DataError(f"{path} contains neither enwik8 nor enwik8.zip; {fix}")
     return found[0]
-
-
-def _download_path(cache: Path) -> Path:
-    return cache / "downloads" / "enwik8.zip"
 
 
 def download(cache: Path, url: str = URL, sha256: str = ZIP_SHA256) -> Path:
@@ -192,7 +181,7 @@ def download(cache: Path, url: str = URL, sha256: str = ZIP_SHA256) -> Path:
     """
     from torch.hub import download_url_to_file
 
-    target = _download_path(cache)
+    target = cache / DOWNLOAD
     try:
         if target.is_file() and file_digest(target) == sha256:
             return target

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
-from transformer_vq.data.paths import SPLITS, DataError, error_reason
+from transformer_vq.data.paths import DataError, error_reason
 from transformer_vq.data.tokenizers import Tokenizer, load_tokenizer
 from transformer_vq.files import CorruptFileError, check_manifest, read_object
 
 META = "meta.json"
 TOKENS = "tokens.bin"
-FORMAT = 6  # increased whenever the same data would give different files
+FORMAT = 7  # increased whenever the same data would give different files
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
@@ -101,15 +101,12 @@ class Corpus:
     """SHA-256 of the vocabulary file; None if tokens are bytes."""
     end_of_document: bool = False
     """Whether a token follows each document."""
-    source: str = ""
-    """Identifies the files and settings it was prepared from."""
 
     @classmethod
-    def open(cls, folder: Path, source: str | None = None) -> Corpus:
+    def open(cls, folder: Path) -> Corpus:
         """Open a prepared corpus; files that changed since the last time are verified.
 
-        Raises CorruptFileError if a file is missing, corrupt or was changed, or if the corpus was
-        prepared from another source.
+        Raises CorruptFileError if a file is missing, corrupt or was changed.
         """
         fix = "delete it and prepare it again"
         try:
@@ -119,8 +116,6 @@ class Corpus:
         if meta.pop("format", None) != FORMAT:
             raise CorruptFileError(f"{folder} was written by another version; {fix}")
         check_manifest(folder, fix, remember=True)
-        if source not in (None, meta["source"]):
-            raise CorruptFileError(f"{folder} was prepared from other data; {fix}")
         sizes = {name: SplitSize(**size) for name, size in meta.pop("splits").items()}
         return cls(folder, sizes=sizes, **meta)
 
@@ -130,12 +125,10 @@ class Corpus:
         Raises DataError for other names, and CorruptFileError if files were changed since `open`.
         """
         if name not in self.sizes:
-            if name in SPLITS:
-                raise DataError(
-                    f"these data have no {name} split; set --data.{name}-share or "
-                    f"--data.{name}-path"
-                )
-            raise DataError(f"unknown split {name!r}; choose one of {', '.join(self.sizes)}")
+            raise DataError(
+                f"there is no {name} split, only {', '.join(self.sizes)}; set "
+                "--data.validation-share or --data.test-share"
+            )
         size = self.sizes[name]
         try:
             dtype = token_dtype(self.vocab_size)

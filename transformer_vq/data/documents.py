@@ -3,6 +3,10 @@
 `tokenize` appends to two files: `tokens.bin` holds the tokens of all documents in the order in
 which they are read, `documents.bin` a row of numbers about each document. If it is interrupted, the
 next call continues after the last input file that is complete in both.
+
+`divide_documents` sorts documents by their digest. The last bytes in this order are for test, those
+before them for validation. The same documents therefore give the same splits, whatever format, file
+or order they are stored in.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ import numpy as np
 
 from transformer_vq.data.corpora import Source
 from transformer_vq.data.corpus import TOKENS, token_dtype
-from transformer_vq.data.paths import SPLITS, DataError
+from transformer_vq.data.images import image_edges
+from transformer_vq.data.paths import SPLITS
 from transformer_vq.data.text import reading
 from transformer_vq.data.tokenizers import (
     CHUNK_CHARS,
@@ -37,6 +42,8 @@ FREE = -1  # the split of documents that are divided by share
 BATCH_CHARS = 1 << 18  # tokenized in one call
 N_BATCHES = 2  # tokenized at the same time: one may wait for Python while the other computes
 FLUSH_TOKENS = 1 << 23
+READ_TOKENS = 1 << 20  # to divide a document
+EDGE_TOLERANCE = 0.25  # of the smaller of validation and test
 CHECK_EVERY = 16  # chunks; the round trip of one of them is checked
 _NOWHERE = re.compile("(?!)")
 _SPACES = np.zeros(256, dtype=bool)
@@ -118,24 +125,14 @@ def read_chunks(
                     if as_bytes:
                         yield Chunk(document, data, False)
                         continue
-                    held += _decode(decoder, data, item.path)
+                    held += decoder.decode(data)
                     if cuts is not None or len(held) > MAX_CHUNK_CHARS:
                         *ready, held = divide(held, CHUNK_CHARS, cuts or _NOWHERE)
                         for text in ready:
                             yield Chunk(document, text, False)
-                held += _decode(decoder, b"", item.path, final=True)
+                held += decoder.decode(b"", final=True)
                 yield Chunk(document, b"" if as_bytes else held, True)
         yield Chunk(Document(number, split, ends_file=True), b"" if as_bytes else "", True)
-
-
-def _decode(decoder: codecs.IncrementalDecoder, data: bytes, path: str, final: bool = False) -> str:
-    try:
-        return decoder.decode(data, final)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 ({error.reason}); convert or remove it, or use "
-            "--data.tokenizer bytes"
-        ) from error
 
 
 def count_words(data: bytes, in_word: bool = False) -> tuple[int, bool]:
@@ -157,7 +154,8 @@ def tokenize(source: Source, tokenizer: Tokenizer, work: Path) -> np.ndarray:
     dtype = np.dtype(token_dtype(source.vocab_size))
     eod = np.array([] if tokenizer.eod is None else [tokenizer.eod], dtype=dtype)
     is_bytes = isinstance(tokenizer, ByteTokenizer)
-    n_documents = n_empty = n_chunks = n_checked = n_lossy = n_unwritten = 0
+    n_documents = n_empty = n_chunks = n_unwritten = 0
+    is_lossy = False
     first, n_tokens = _resume(work, dtype.itemsize)
     rows = list[tuple[int, ...]]()
     with (
@@ -179,8 +177,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, work: Path) -> np.ndarray:
         try:
             for (document, text, ends), tokens in _encode(chunks, tokenizer):
                 if not is_bytes and n_chunks % CHECK_EVERY == 0 and text:
-                    n_checked += 1
-                    n_lossy += tokenizer.decode(tokens.tolist()) != str(text).encode()
+                    is_lossy |= tokenizer.decode(tokens.tolist()) != str(text).encode()
                 n_chunks += 1
                 if ends and document.bytes:
                     tokens = np.concatenate([tokens, eod])
@@ -201,11 +198,8 @@ def tokenize(source: Source, tokenizer: Tokenizer, work: Path) -> np.ndarray:
             flush()
     if n_empty and not source.has_images:
         warn(f"{n_empty:,} of {n_documents:,} documents are empty and were skipped")
-    if n_lossy:
-        warn(
-            f"the tokenizer changes the text: {n_lossy / n_checked:.1%} of the checked chunks "
-            "differ after decoding; bits per byte still refer to the original bytes"
-        )
+    if is_lossy:
+        warn("the tokenizer changes the text; bits per byte still refer to the original bytes")
     found = np.fromfile(work / DOCUMENTS, ROW)
     return found[found["tokens"] > 0]
 
@@ -255,3 +249,88 @@ def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def find_edges(source: Source, sizes: np.ndarray) -> tuple[int, int]:
+    """Return where validation and test start, in bytes. sizes: of all documents, in their order.
+
+    An edge moves to the nearest boundary between two documents if there is one close to it.
+    Otherwise it divides a document.
+    """
+    ends = np.cumsum(sizes)
+    total = int(ends[-1])
+    if source.dataset == "images":
+        return image_edges(len(sizes))
+    validation, test = source.shares
+    tolerance = EDGE_TOLERANCE * min((x for x in source.shares if x > 0), default=0.0) * total
+    found = []
+    for edge in (round(total * (1 - validation - test)), round(total * (1 - test))):
+        i = int(np.searchsorted(ends, edge))
+        nearest = min(ends[max(i - 1, 0) : i + 1].tolist(), key=lambda end: abs(end - edge))
+        found.append(nearest if abs(nearest - edge) <= tolerance else edge)
+    return found[0], found[1]
+
+
+def training_bytes(source: Source, rows: np.ndarray) -> np.ndarray:
+    """Return how many bytes of each document belong to the training split, [m]."""
+    training = rows["bytes"].copy()
+    free = np.flatnonzero((rows["split"] == FREE) & (training > 0))
+    free = free[np.argsort(rows["digest"][free], kind="stable")]
+    if len(free):
+        sizes = training[free]
+        edge = find_edges(source, sizes)[0]
+        training[free] = np.clip(edge - (np.cumsum(sizes) - sizes), 0, sizes)
+    return training
+
+
+def divide_documents(
+    source: Source, tokenizer: Tokenizer, rows: np.ndarray, tokens: np.ndarray
+) -> np.ndarray:
+    """Return the rows with their splits, ordered by split and digest; one at an edge is divided.
+
+    tokens: of all documents.
+    """
+    free = rows[rows["split"] == FREE]
+    free = free[np.argsort(free["digest"], kind="stable")]
+    if len(free):
+        edges = find_edges(source, free["bytes"])
+        free["split"] = 0
+        for split, edge in enumerate(edges, start=1):
+            ends = np.cumsum(free["bytes"])
+            i = int(np.searchsorted(ends, edge, side="right"))  # the document with the edge
+            n_before = edge - int(ends[i - 1]) if i else edge
+            if i < len(free) and n_before > 0:
+                parts = _cut(free[i], n_before, tokenizer, tokens)
+                free = np.concatenate([free[:i], parts, free[i + 1 :]])
+                i += 1
+            free["split"][i:] = split
+    rows = np.concatenate([rows[rows["split"] != FREE], free])
+    return rows[np.lexsort((rows["offset"], rows["digest"], rows["split"]))]
+
+
+def _cut(row: np.void, at: int, tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
+    """Divide a document after `at` bytes: return the rows of its start and its end.
+
+    It is divided between two tokens, so the start may be a few bytes longer; then there may be no
+    end.
+    """
+    n_tokens = n_bytes = n_words = 0
+    in_word = False
+    while n_bytes < at and n_tokens < row["tokens"]:
+        first = int(row["offset"]) + n_tokens
+        some = tokens[first : first + min(READ_TOKENS, int(row["tokens"]) - n_tokens)].tolist()
+        if isinstance(tokenizer, ByteTokenizer):
+            sums = np.arange(1, len(some) + 1)
+        else:
+            sums = np.cumsum([len(tokenizer.decode([token])) for token in some])
+        n = min(int(np.searchsorted(sums, at - n_bytes)) + 1, len(some))
+        more, in_word = count_words(tokenizer.decode(some[:n]), in_word)
+        n_tokens, n_bytes, n_words = n_tokens + n, n_bytes + int(sums[n - 1]), n_words + more
+    if n_bytes >= row["bytes"]:
+        return np.array([row])
+    start, end = row.copy(), row.copy()
+    for name, value in (("tokens", n_tokens), ("bytes", n_bytes), ("words", n_words)):
+        start[name] = min(value, row[name])
+        end[name] -= start[name]
+    end["offset"] += n_tokens
+    return np.array([start, end])

@@ -25,7 +25,7 @@ from transformer_vq.data.paths import (
     list_files,
 )
 from transformer_vq.data.text import reading
-from transformer_vq.errors import missing_extra
+from transformer_vq.errors import import_extra
 from transformer_vq.progress import warn
 
 SIDE = 64
@@ -77,7 +77,7 @@ class ImageFiles:
 def find_images(root: Path) -> list[ImageFiles]:
     """Return all files with a suffix that Pillow can open; hidden files are skipped."""
     check_folder(root, "--data.path must be a folder of images")
-    _require_pillow()
+    import_extra("PIL.Image", "decoding images", "pillow")
     from PIL import Image
 
     suffixes = {end for end, kind in Image.registered_extensions().items() if kind in Image.OPEN}
@@ -106,7 +106,7 @@ def decode_image(path: Path) -> np.ndarray:
     filter, as in ImageNet64, without keeping its aspect ratio.
     Note: Pillow raises an error for extremely large images (decompression bombs).
     """
-    _require_pillow()
+    import_extra("PIL.Image", "decoding images", "pillow")
     from PIL import Image, ImageOps
 
     with Image.open(path) as opened:
@@ -127,13 +127,6 @@ def _decode_or_reason(file: Path) -> np.ndarray | str:
             return decode_image(file)
     except Exception as error:  # Pillow raises many kinds of errors for corrupt files
         return error_reason(error)
-
-
-def _require_pillow() -> None:
-    try:
-        import PIL.Image  # noqa: F401
-    except ImportError:
-        raise missing_extra("decoding images", "pillow") from None
 
 
 @dataclass(frozen=True)
@@ -207,17 +200,11 @@ def _open(path: Path) -> Iterator[tuple[IO[bytes], int]]:
             raise DataError(f"{path} has no array `data`; it is not an ImageNet64 file")
         with archive.open("data.npy") as file:
             with warnings.catch_warnings(action="ignore"):  # about files written by Python 2
-                version = np.lib.format.read_magic(file)
-                read_header = np.lib.format.read_array_header_1_0
-                if version != (1, 0):
-                    read_header = np.lib.format.read_array_header_2_0
-                shape, is_fortran, dtype = read_header(file)
+                np.lib.format.read_magic(file)
+                shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
             if dtype != np.uint8 or shape[1:] != (N_TOKENS,) or is_fortran:
-                order = " in column order" if is_fortran else ""
                 raise DataError(
-                    f"{path} contains {dtype} {list(shape)}{order} instead of uint8 "
-                    f"[n, {N_TOKENS}]; download the 64x64 version, other sizes are not supported"
+                    f"{path} contains {dtype} {list(shape)} instead of uint8 [n, {N_TOKENS}] in "
+                    "row order; download the 64x64 version, other sizes are not supported"
                 )
-            if file.tell() + shape[0] * N_TOKENS != archive.getinfo("data.npy").file_size:
-                raise EOFError("the size of its array does not match its header")
             yield file, int(shape[0])

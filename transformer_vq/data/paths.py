@@ -24,14 +24,6 @@ def error_reason(error: BaseException) -> str:
     return " ".join(str(text).split())
 
 
-def expand_user(path: str, option: str) -> Path:
-    """Return a path with `~` expanded. option: the option that gave it, for the message."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise DataError(f"{option} {path}: unknown home folder; give a full path") from error
-
-
 def path_kind(path: Path, fix: str) -> Literal["file", "folder"]:
     """Return what a path is. Raises DataError, ending with `fix`, for anything else.
 
@@ -57,9 +49,7 @@ def check_folder(path: Path, fix: str) -> None:
         raise DataError(f"{path} is not a folder; {fix}")
 
 
-def list_files(
-    folder: Path, recursive: bool = True, wanted: Callable[[str], bool] = lambda name: True
-) -> list[Path]:
+def list_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> list[Path]:
     """Return the regular files in a folder whose names are `wanted`, except hidden ones, sorted.
 
     Warns about entries that are skipped. Raises DataError if a folder cannot be listed, because its
@@ -72,7 +62,7 @@ def list_files(
     found: list[Path] = []
     skipped: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if recursive and not name.startswith(".")]
+        folders[:] = [name for name in folders if not name.startswith(".")]
         skipped += [path for name in folders if (path := Path(parent, name)).is_symlink()]
         for path in [Path(parent, name) for name in names if not name.startswith(".")]:
             if wanted(path.name):
@@ -83,12 +73,3 @@ def list_files(
             f"or not regular files, for example {min(skipped)}"
         )
     return sorted(found, key=os.fsencode)
-
-
-def file_fingerprint(path: Path, root: str) -> list[object]:
-    """Return the path below `root`, the size and the modification time of a file."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error_reason(error)}") from error
-    return [os.path.relpath(path, root), status.st_size, status.st_mtime_ns]

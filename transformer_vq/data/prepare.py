@@ -1,8 +1,8 @@
 """Prepare a corpus: tokens are written once, and the order of a split is a sort of its index.
 
 A corpus is prepared in a work folder, which is renamed when it is complete. After an interruption,
-the next preparation continues in the same work folder. It is locked by an open file descriptor, so
-the lock is released however its process ends.
+the next preparation continues in the same work folder. The cache is locked by an open file
+descriptor, so the lock is released however its process ends.
 """
 
 from __future__ import annotations
@@ -29,9 +29,15 @@ from transformer_vq.data.corpus import (
     SplitSize,
     token_dtype,
 )
-from transformer_vq.data.documents import DOCUMENTS, ROW, read_chunks, tokenize
-from transformer_vq.data.paths import SPLITS, DataError, error_reason, expand_user
-from transformer_vq.data.splits import divide_documents, training_bytes
+from transformer_vq.data.documents import (
+    DOCUMENTS,
+    ROW,
+    divide_documents,
+    read_chunks,
+    tokenize,
+    training_bytes,
+)
+from transformer_vq.data.paths import SPLITS, DataError, error_reason
 from transformer_vq.data.text import store_stdin
 from transformer_vq.data.tokenizers import Tokenizer, load_tokenizer
 from transformer_vq.errors import UserError
@@ -50,7 +56,7 @@ def prepare(
     """Return the corpus that a config names; create it in its cache folder if necessary.
 
     The corpus is reused by later calls until the data changes. A corrupt corpus is created again,
-    with a warning. Several processes may prepare the same data at the same time.
+    with a warning. Processes that prepare data in the same cache wait for each other.
 
     config: the dataset, its path, an optional vocabulary file, and the cache folder.
     vocab_size: the vocabulary size of the model, which the data must match. It is also the size of
@@ -61,7 +67,7 @@ def prepare(
     not match `vocab_size`, or if the cache cannot be written.
     """
     with reporting(reporter):
-        cache = expand_user(config.cache_folder, "--data.cache")
+        cache = Path(os.path.expanduser(config.cache_folder))
         config = store_stdin(config, cache)
         wanted = None if vocab_size in BYTE_VOCAB_SIZES else vocab_size
         source = find_source(config, wanted)
@@ -74,26 +80,29 @@ def prepare(
         digest = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
         folder = cache / f"{config.dataset}-{digest}"
         with suppress(FileNotFoundError, CorruptFileError):
-            return Corpus.open(folder, digest)
+            return Corpus.open(folder)
         try:
             cache.mkdir(parents=True, exist_ok=True)
-            with _work_folder(folder) as work:
+            with _locked(cache):
                 if os.path.lexists(folder):
                     try:
-                        return Corpus.open(
-                            folder, digest
-                        )  # another process has created it meanwhile
+                        return Corpus.open(folder)  # created by another process meanwhile
                     except CorruptFileError as error:
                         warn(f"{folder} is corrupt ({error}); preparing it again")
-                        _delete(folder)
-                _create(source, digest, work)
-                if json.dumps([FORMAT, source.fingerprint()]) != fingerprint:
-                    raise DataError(
-                        f"the files of {config.dataset} changed while they were read; run the "
-                        "command again"
-                    )
+                        shutil.rmtree(folder)
+                work = folder.with_name(f".{folder.name}.work")
+                work.mkdir(exist_ok=True)
+                try:
+                    _create(source, work)
+                    if json.dumps([FORMAT, source.fingerprint()]) != fingerprint:
+                        raise DataError(
+                            f"the files of {config.dataset} changed while they were read; run the "
+                            "command again"
+                        )
+                except UserError:  # the data cannot be used, so there is nothing to resume
+                    shutil.rmtree(work, ignore_errors=True)
+                    raise
                 os.replace(work, folder)
-                _sync(cache)
         except OSError as error:
             raise DataError(
                 f"cannot write to {cache}: {error_reason(error)}; free disk space or use another "
@@ -102,57 +111,24 @@ def prepare(
         return Corpus.open(folder)
 
 
-def _sync(folder: Path) -> None:
-    """Wait until the names in a folder are on the disk, where the file system can do that."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    with suppress(OSError):
-        os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
 @contextmanager
-def _work_folder(folder: Path) -> Iterator[Path]:
-    """Yield a locked folder next to `folder`; wait while another process holds the lock.
-
-    It is kept if the block is interrupted, and deleted if the data cannot be used.
-    """
-    work = folder.with_name(f".{folder.name}.work")
-    while True:
-        work.mkdir(exist_ok=True)
-        descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with suppress(OSError):  # a file system without locks
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    info("another process is preparing the same data; waiting for it")
-                    fcntl.flock(descriptor, fcntl.LOCK_EX)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), work.stat()):
-                    yield work
-                    return
-            # The process that held the lock has renamed or deleted the folder.
-        except UserError:
-            shutil.rmtree(work, ignore_errors=True)
-            raise
-        finally:
-            with suppress(OSError):
-                work.rmdir()  # only if it is empty
-            os.close(descriptor)
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder until the block or the process ends; wait while another process holds it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                info(f"another process is preparing data in {folder}; waiting for it")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
-def _create(source: Source, digest: str, work: Path) -> None:
-    """Write all files of a corpus to the work folder; resume what is already in it.
-
-    digest: of the fingerprint of the source.
-    """
+def _create(source: Source, work: Path) -> None:
+    """Write all files of a corpus to the work folder; resume what is already in it."""
     tokenizer = source.tokenizer or _learn(source, work / "tokenizer")
     rows = tokenize(source, tokenizer, work)
     if not len(rows):
@@ -187,7 +163,6 @@ def _create(source: Source, digest: str, work: Path) -> None:
         "sha256": identity.hexdigest(),
         "tokenizer_sha256": tokenizer.sha256,
         "end_of_document": source.ends_documents,
-        "source": digest,
         "splits": {name: vars(size) for name, size in sizes.items()},
     }
     write_json(work / META, meta)
@@ -195,10 +170,8 @@ def _create(source: Source, digest: str, work: Path) -> None:
 
 
 def _no_text(source: Source) -> str:
-    paths = [item.path for item in source.inputs]
-    if len(paths) == 1:
-        return f"{paths[0]} is empty; give another file"
-    return f"all {len(paths):,} files are empty, for example {paths[0]}; give other files"
+    n, path = len(source.inputs), source.inputs[0].path
+    return f"{path} is empty{f', as are all {n:,} files' * (n > 1)}; give another path"
 
 
 def _learn(source: Source, folder: Path) -> Tokenizer:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 import glob
 import hashlib
-import importlib
+import io
 import json
 import os
 import sys
@@ -30,13 +30,12 @@ from transformer_vq.data.paths import (
     SPLITS,
     DataError,
     error_reason,
-    expand_user,
     list_files,
     path_kind,
 )
 from transformer_vq.data.tokenizers import utf8
-from transformer_vq.errors import UserError, missing_extra
-from transformer_vq.progress import progress_bar, warn
+from transformer_vq.errors import UserError, import_extra
+from transformer_vq.progress import warn
 
 CHUNK = 1 << 20  # bytes read at once
 STDIN = "-"
@@ -44,8 +43,8 @@ HUB = "hf:"
 _COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zip": "zip"}
 _FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv", ".tsv": "tsv"}
 _FORMATS |= {".parquet": "parquet", ".arrow": "arrow"}
+_BINARY = (".7z", ".db", ".docx", ".feather", ".pdf", ".sqlite", ".tar", ".tgz", ".xlsx")
 _VALIDATION = ("validation", "valid", "val", "dev", "eval")
-_SHOWN_FIELDS = 12
 
 
 @dataclass(frozen=True)
@@ -87,6 +86,11 @@ def reading(path: str | Path) -> Iterator[None]:
         yield
     except UserError:
         raise
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 ({error.reason}); convert or remove it, or use "
+            "--data.tokenizer bytes"
+        ) from error
     except Exception as error:  # libraries raise many kinds of errors for corrupt files
         reason = error_reason(error.__cause__ or error)[:200]
         raise DataError(
@@ -111,52 +115,48 @@ def find_inputs(
     for text in paths:
         new = _find(text, format, option)
         if not new:
-            raise DataError(f"{option} {text}: contains no files; give another path")
+            raise DataError(f"{option} {text}: no files found; give another path")
         for item in new:
             item = replace(item, split=split or item.split, text_field=text_field)
-            real = item.path if item.format == "hub" else os.path.realpath(item.path)
-            found.setdefault((real, item.dataset_split), item)
+            found.setdefault((os.path.realpath(item.path), item.dataset_split), item)
     return list(found.values())
 
 
 def _find(text: str, format: str, option: str) -> list[Input]:
     if text.startswith(HUB):
-        name = text.removeprefix(HUB)
-        return _dataset_splits(name, "hub", _load_hub(name, None))
-    path = expand_user(text, option)
+        return _dataset_splits(text.removeprefix(HUB), "hub")
+    path = Path(os.path.expanduser(text))
+    listed = [path]
     if not os.path.lexists(path) and glob.has_magic(str(path)):
         listed = [Path(x) for x in sorted(glob.glob(str(path), recursive=True))]
-        if not listed:
-            raise DataError(f"{option} {text}: no file matches this pattern; check the pattern")
-    else:
-        listed = [path]
     fix = f"give a file, a folder or a pattern as {option}"
     files: list[Input] = []
     for path in listed:
         if path_kind(path, fix) == "file":
             files.append(_file(path, format))
         elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            files += _dataset_splits(str(path), "saved", _load_saved(str(path), None))
-        elif len(listed) == 1 or "**" not in text:  # ** lists the files of subfolders itself
+            files += _dataset_splits(str(path), "saved")
+        else:
             files += [_file(file, format) for file in list_files(path)]
     return files
 
 
 def _file(path: Path, format: str) -> Input:
     """Return a file with its format, recognized by its suffix unless it is given."""
-    if format == "auto":
-        suffixes = [suffix.lower() for suffix in path.suffixes]
-        if suffixes and suffixes[-1] in _COMPRESSIONS:
-            suffixes.pop()
-        format = _FORMATS.get(suffixes[-1], "text") if suffixes else "text"
-    return Input(str(path), format)
+    suffix = path.suffix.lower()
+    if suffix in _COMPRESSIONS:
+        suffix = Path(path.stem).suffix.lower()
+    if format == "auto" and suffix in _BINARY:
+        raise DataError(f"{path} is not text; convert it to text or JSON Lines, or remove it")
+    return Input(str(path), _FORMATS.get(suffix, "text") if format == "auto" else format)
 
 
-def _dataset_splits(path: str, format: str, dataset: Any) -> list[Input]:
+def _dataset_splits(path: str, format: str) -> list[Input]:
     """Return the splits of a dataset; other names of validation, such as "dev", are recognized.
 
     Documents of "train" are divided by share if other splits are missing.
     """
+    dataset = _load(path, format)
     if not isinstance(dataset, dict):
         return [Input(path, format)]
     found = []
@@ -170,46 +170,43 @@ def _dataset_splits(path: str, format: str, dataset: Any) -> list[Input]:
     return found
 
 
-def read_chunks(path: str) -> Iterator[bytes]:
-    """Yield a file in chunks of CHUNK bytes; one with the suffix of a compression is decompressed.
+@contextmanager
+def _open(path: str) -> Iterator[io.BufferedReader]:
+    """Open a text file without its byte order mark; decompress it if its suffix says so.
 
-    Raises an exception if the file is incomplete.
+    Reading raises an exception if the file is incomplete, and this one if it is not text.
     """
     compression = _COMPRESSIONS.get(Path(path).suffix.lower())
     if compression == "zip":
         with zipfile.ZipFile(path) as archive:
-            if len(archive.namelist()) != 1:
-                raise DataError(
-                    f"{path} contains {len(archive.namelist()):,} files; extract it and give the "
-                    "folder"
-                )
+            n_files = len(archive.namelist())
+        if n_files != 1:
+            raise DataError(f"{path} contains {n_files:,} files; extract it and give the folder")
     with open(path, "rb") as file:
         opened: Any = file
         if compression == "zstd":  # the library that fsspec uses ends silently where a file was cut
-            opened = _import("pyarrow", "a .zst file").CompressedInputStream(file, "zstd")
+            library = import_extra("pyarrow", "a .zst file")
+            opened = library.CompressedInputStream(file, "zstd")
         elif compression is not None:
             opened = fsspec.compression.compr[compression](file, mode="rb")
-        yield from iter(lambda: opened.read(CHUNK), b"")
-
-
-def _text_chunks(path: str) -> Iterator[bytes]:
-    """Yield a text file in chunks without its byte order mark; reject UTF-16."""
-    chunks = read_chunks(path)
-    first = next(chunks, b"")
-    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise DataError(f"{path} is UTF-16 or not text; convert it to UTF-8")
-    yield first.removeprefix(codecs.BOM_UTF8)
-    yield from chunks
+        buffered = io.BufferedReader(opened, CHUNK)
+        start = buffered.peek(1024)[:1024]
+        if b"\0" in start or start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise DataError(f"{path} is not text; convert it to UTF-8 text, or remove it")
+        if start.startswith(codecs.BOM_UTF8):
+            buffered.read(len(codecs.BOM_UTF8))
+        yield buffered
 
 
 def _text_document(path: str, unix_newlines: bool) -> Iterator[bytes]:
     held = b""
-    for data in _text_chunks(path):
-        if unix_newlines:  # also where CRLF is divided between two chunks
-            data = held + data
-            held = b"\r" if data.endswith(b"\r") else b""
-            data = data[: len(data) - len(held)].replace(b"\r\n", b"\n")
-        yield data
+    with _open(path) as file:
+        while data := file.read(CHUNK):
+            if unix_newlines:  # also where CRLF is divided between two chunks
+                data = held + data
+                held = b"\r" if data.endswith(b"\r") else b""
+                data = data[: len(data) - len(held)].replace(b"\r\n", b"\n")
+            yield data
     yield held
 
 
@@ -217,38 +214,24 @@ def _read_jsonl(path: str, text_field: str | None) -> Iterator[list[bytes]]:
     """Yield the text of each line, which is a JSON object or string. Skips blank lines."""
 
     def records() -> Iterator[tuple[str, Any]]:
-        for number, line in enumerate(_lines(path), 1):
-            where = f"{path}, line {number:,}"
-            try:
-                yield where, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                if line.strip():
-                    raise DataError(
-                        f"{where}: invalid JSON ({error_reason(error)[:80]}); fix or remove it"
-                    ) from None
+        with _open(path) as file:
+            for number, line in enumerate(file, 1):
+                where = f"{path}, line {number:,}"
+                try:
+                    yield where, json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    if line.strip():
+                        raise DataError(
+                            f"{where}: invalid JSON ({error_reason(error)[:80]}); fix or remove it"
+                        ) from None
 
     return _texts(path, records(), text_field)
 
 
-def _lines(path: str) -> Iterator[bytes]:
-    rest: list[bytes] = []  # joined once: a line may span many chunks
-    for data in _text_chunks(path):
-        first, *lines = data.split(b"\n")
-        rest.append(first)
-        if lines:
-            yield b"".join(rest)
-            yield from lines[:-1]
-            rest = [lines[-1]]
-    if any(rest):
-        yield b"".join(rest)
-
-
 def _read_dataset(item: Input) -> Iterator[list[bytes]]:
     """Yield the rows of a file, a saved dataset or a dataset by name, read by `datasets`."""
-    if item.format == "saved":
-        rows = _load_saved(item.path, item.dataset_split)
-    elif item.format == "hub":
-        rows = _load_hub(item.path, item.dataset_split)
+    if item.format in ("saved", "hub"):
+        rows = _load(item.path, item.format, item.dataset_split)
     else:
         options = {}
         if item.format in ("csv", "tsv"):  # "NA" and empty cells are text
@@ -264,43 +247,27 @@ def _read_dataset(item: Input) -> Iterator[list[bytes]]:
     return _texts(item.path, numbered, item.text_field)
 
 
-def _load_saved(path: str, split: str | None) -> Any:
+def _load(path: str, format: str, split: str | None = None) -> Any:
+    """Return a saved dataset, or one by name, as `NAME` or `NAME:CONFIG`, read as it arrives."""
     library = _datasets()
     try:
-        dataset = library.load_from_disk(path)
-        return dataset if split is None else dataset[split]
-    except Exception as error:  # the library raises many kinds of errors for damaged folders
-        raise DataError(
-            f"{path} is not a complete dataset ({error_reason(error)[:200]}); save it again with "
-            "save_to_disk"
-        ) from error
-
-
-def _load_hub(name: str, split: str | None) -> Any:
-    """Return a dataset by name, as `NAME` or `NAME:CONFIG`; rows are read as they arrive."""
-    library = _datasets()
-    name, _, config = name.partition(":")
-    try:
+        if format == "saved":
+            dataset = library.load_from_disk(path)
+            return dataset if split is None else dataset[split]
+        name, _, config = path.partition(":")
         return library.load_dataset(name, config or None, split=split, streaming=True)
-    except Exception as error:  # of the network, of the hub, of the dataset
+    except Exception as error:  # of the network, of the hub, of a damaged folder
+        fix = "save it again with save_to_disk" if format == "saved" else "check name and network"
         raise DataError(
-            f"cannot load the dataset {name}: {error_reason(error)[:200]}; check the name and the "
-            "network"
+            f"cannot load the dataset {path}: {error_reason(error)[:200]}; {fix}"
         ) from error
 
 
 def _datasets() -> Any:
-    library = _import("datasets", "this format")
+    library = import_extra("datasets", "this format")
     library.utils.logging.set_verbosity(50)  # its errors are raised as well
     library.utils.logging.disable_progress_bar()
     return library
-
-
-def _import(package: str, purpose: str) -> Any:
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise missing_extra(purpose, package) from None
 
 
 def _texts(
@@ -315,14 +282,14 @@ def _texts(
         text = record
         if isinstance(record, Mapping):
             field = field or _find_field(path, record)
-            text = _value(where, record, field)
-        elif not isinstance(record, str):
-            raise DataError(f"{where}: it is not an object with a text field; fix or remove it")
+            for key in [field] if field in record else field.split("."):
+                if text is not None:  # null stays null, and 0 is not text
+                    text = text.get(key, 0) if isinstance(text, Mapping) else 0
         if text is not None and not isinstance(text, (str, bytes)):
-            raise DataError(
-                f"{where}: the field {field!r} is not text; fix or remove it or use "
-                "--data.text-field"
-            )
+            fields = ""
+            if isinstance(record, Mapping):
+                fields = f" in the field {field!r} of {_list(record)}"
+            raise DataError(f"{where}: no text{fields}; fix or remove it, or set --data.text-field")
         yield [utf8(text) if isinstance(text, str) else text or b""]
 
 
@@ -338,23 +305,8 @@ def _find_field(path: str, record: Mapping[str, Any]) -> str:
     )
 
 
-def _value(where: str, record: Mapping[str, Any], field: str) -> Any:
-    value: Any = record
-    for key in [field] if field in record else field.split("."):
-        if value is None:
-            return None
-        if not isinstance(value, Mapping) or key not in value:
-            raise DataError(
-                f"{where}: no field {field!r} (its fields: {_list(record)}); fix or remove it or "
-                "use --data.text-field"
-            )
-        value = value[key]
-    return value
-
-
 def _list(fields: Iterable[str]) -> str:
-    names = list(fields)
-    return ", ".join(names[:_SHOWN_FIELDS]) + (", ..." if len(names) > _SHOWN_FIELDS else "")
+    return f"{', '.join(fields):.200}"
 
 
 def python_sources() -> list[Input]:
@@ -377,22 +329,14 @@ def store_stdin(config: DataConfig, cache: Path) -> DataConfig:
     n_given = sum(paths.count(STDIN) for paths in given.values())
     if n_given == 0:
         return config
-    if n_given > 1:
-        raise DataError("standard input (-) can be given only once; store it in a file")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        raise DataError("processes of torchrun cannot share standard input; store it in a file")
-    if sys.stdin.isatty():
-        raise DataError("--data.path -: standard input is a terminal; pipe a file into it")
+    if n_given > 1 or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise DataError("standard input (-) can be read only once; store it in a file")
     digest, folder = hashlib.sha256(), cache / "stdin"
     folder.mkdir(parents=True, exist_ok=True)
-    with (
-        tempfile.NamedTemporaryFile(dir=folder) as file,
-        progress_bar("reading standard input", None, "B") as advance,
-    ):
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
         while data := sys.stdin.buffer.read(CHUNK):
             digest.update(data)
             file.write(data)
-            advance(len(data))
         file.flush()
         stored = folder / digest.hexdigest()[:16]
         if not stored.exists():

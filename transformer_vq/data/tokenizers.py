@@ -1,27 +1,25 @@
-"""Tokenizers: bytes as they are, or the tokens of a vocabulary file.
-
-SentencePiece models are read here, Hugging Face tokenizers in `hf_tokenizer.py`.
-"""
+"""Tokenizers: bytes as they are, SentencePiece models, and Hugging Face tokenizer.json files."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from transformer_vq.data.paths import DataError, error_reason, path_kind
-from transformer_vq.errors import missing_extra
-from transformer_vq.files import atomic_write
+from transformer_vq.data.paths import DataError, error_reason
+from transformer_vq.errors import import_extra
+from transformer_vq.files import CorruptFileError, atomic_write, read_object, write_json
 
 MODEL_FILE = "tokenizer.model"
 JSON_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILES = (MODEL_FILE, JSON_FILE)
 """Names under which a vocabulary is saved; CONFIG_FILE is next to JSON_FILE."""
 
@@ -34,22 +32,14 @@ CHUNK_CHARS = 1 << 16  # characters that are tokenized at once, about
 MAX_CHUNK_CHARS = 1 << 24  # a text without usable line ends is divided here
 _SURROGATES = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # except those of surrogateescape
 _SPACE = "\u2581"  # SentencePiece's replacement for a space inside pieces
-# Places where a text may be divided: a regular expression, the same for the bytes of a token, and
-# texts before and after the place. Both sides of a line end must not be white space.
-_PLACES: tuple[tuple[str, bytes, tuple[str, ...], tuple[str, ...]], ...] = (
-    (
-        r"(?<=\S\n)(?=\S)",
-        rb"\n[^\s]",
-        ("x\n", "the fox.\n", "  f(x) {\n", "1805\n", "a\n\n b,\n", "\u65e5\u672c\u3002\n"),
-        ("y", "The dog\n", "}\n", "1234 5", "\u201cA\u201d", "<p>", "\u00e9t\u00e9"),
-    ),
-    (
-        r"(?<=[A-Za-z])(?= [A-Za-z])",
-        rb"[A-Za-z] [A-Za-z]",
-        ("x", "the fox", "The Dog", "a, b", "f(x) if"),
-        (" y", " jumps over", " A b", " else 3\n", " l'\u00e9t\u00e9"),
-    ),
-)
+_BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]")
+_EOS_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]")
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+# Examples of texts before and after a line end, to find out if a text may be divided there. Both
+# sides of a line end must not be white space.
+_LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
+_ENDS = ("x\n", "the fox.\n", "  f(x) {\n", "1805\n", "a\n\n b,\n", "\u65e5\u672c\u3002\n")
+_STARTS = ("y", "The dog\n", "}\n", "1234 5", "\u201cA\u201d", "<p>", "\u00e9t\u00e9")
 
 
 class Tokenizer:
@@ -57,8 +47,6 @@ class Tokenizer:
 
     file_name: ClassVar[str]
     """The name of the vocabulary file in a folder."""
-    as_bytes: ClassVar[re.Pattern[str]] = re.compile("([\udc80-\udcff]+)")
-    """Text that is encoded as bytes if the vocabulary has tokens for them: surrogate escapes."""
     vocab_size: int
     bos: int
     """The token before each document."""
@@ -70,9 +58,8 @@ class Tokenizer:
     """Of the vocabulary file."""
     _texts: list[bytes]
     """The text of each token."""
-    _byte_tokens: dict[int, int]
 
-    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode_texts(self, texts: list[str]) -> list[list[int]]:
         """Return the library's tokens of valid Unicode texts; use all cores, release the GIL."""
         raise NotImplementedError
 
@@ -82,26 +69,13 @@ class Tokenizer:
         return hashlib.sha256(self._content).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without bos and eod."""
-        tokens: list[int] = []
-        for i, piece in enumerate(self.as_bytes.split(text)):
-            data = utf8(piece)
-            if i % 2 and all(byte in self._byte_tokens for byte in data):
-                tokens += [self._byte_tokens[byte] for byte in data]
-            elif piece:
-                tokens += self._encode_texts([data.decode(errors="replace")])[0]
-        return tokens
+        """Return the tokens of a text, without bos and eod; surrogates are read as U+FFFD."""
+        return self._encode_texts([utf8(text).decode(errors="replace")])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return the tokens of each text as uint32; uses all cores and releases the GIL."""
-        if all(text.isascii() or self._is_unicode(text) for text in texts):
-            found = self._encode_texts(texts)
-        else:
-            found = [self.encode(text) for text in texts]
+        found = self._encode_texts([utf8(text).decode(errors="replace") for text in texts])
         return [np.array(tokens, dtype=np.uint32) for tokens in found]
-
-    def _is_unicode(self, text: str) -> bool:
-        return not (_SURROGATES.search(text) or self.as_bytes.search(text))
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         """Return UTF-8 text; it may start or end inside a character of several tokens."""
@@ -160,21 +134,19 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     file_name = MODEL_FILE
-    as_bytes = re.compile(f"([{_SPACE}\udc80-\udcff]+)")
 
     def __init__(
         self, path: Path, sha256: str | None = None, end_of_document: bool = False
     ) -> None:
-        self._model = import_sentencepiece().SentencePieceProcessor()
-        self._content = read_tokenizer_file(path, sha256)
+        library = import_extra("sentencepiece", "a SentencePiece vocabulary")
+        self._model = library.SentencePieceProcessor()
+        self._content = _read(path, sha256)
         try:
             self._model.LoadFromSerializedProto(self._content)
             self.vocab_size = int(self._model.get_piece_size())
             bos, eos = int(self._model.bos_id()), int(self._model.eos_id())
             self._texts = [self._text_of(token) for token in range(self.vocab_size)]
-            is_byte = self._model.is_byte
-            self._byte_tokens = {x[0]: i for i, x in enumerate(self._texts) if is_byte(i)}
-            self.cuts = safe_cuts(self._model.encode, self._texts)
+            self.cuts = _safe_cuts(self._model.encode, self._texts)
         except Exception as error:  # SentencePiece raises many kinds of errors for corrupt files
             raise DataError(
                 f"{path} is not a SentencePiece model or is corrupt; copy it again"
@@ -189,9 +161,9 @@ class SentencePieceTokenizer(Tokenizer):
         """The name of every token, as in SentencePiece."""
         return [self._model.id_to_piece(token) for token in range(self.vocab_size)]
 
-    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        n_threads = min(len(texts), os.cpu_count() or 1)
-        found: list[list[int]] = self._model.encode(list(texts), num_threads=max(n_threads, 1))
+    def _encode_texts(self, texts: list[str]) -> list[list[int]]:
+        n_threads = max(1, min(len(texts), os.cpu_count() or 1))
+        found: list[list[int]] = self._model.encode(texts, num_threads=n_threads)
         return found
 
     def _text_of(self, token: int) -> bytes:
@@ -204,15 +176,169 @@ class SentencePieceTokenizer(Tokenizer):
         return ("\ufffd" if self._model.is_unknown(token) else piece.replace(_SPACE, " ")).encode()
 
 
-def import_sentencepiece() -> Any:
-    """Import the optional package sentencepiece; raise MissingExtraError if it is not installed."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # raised by some versions
-            import sentencepiece
-    except ImportError:
-        raise missing_extra("a SentencePiece vocabulary", "sentencepiece") from None
-    return sentencepiece
+class HFTokenizer(Tokenizer):
+    """The tokens of a Hugging Face tokenizer.
+
+    Encoding adds no special tokens, and their names inside a text are ordinary text. bos and eod
+    are the tokenizer's bos and eos; if it has only one of them, that one is both. Special tokens
+    decode to nothing. Decoding is exact for byte-level vocabularies without a normalizer.
+    path: a .json file; files such as tokenizer_config.json are read if they are next to it.
+    sha256: of that file, if known; any other file raises DataError.
+
+    `save` writes the file without truncation and padding, and with a post-processor that puts bos
+    before each text. So a tokenizer has the same `sha256` in a run, in an export, and as given.
+    """
+
+    file_name = JSON_FILE
+
+    def __init__(
+        self, path: Path, sha256: str | None = None, end_of_document: bool = False
+    ) -> None:
+        library = import_extra("tokenizers", "a BPE or Hugging Face tokenizer")
+        content = _read(path, sha256)
+        try:
+            layout = json.loads(content)
+            self._model = library.Tokenizer.from_buffer(content)
+            self._model.no_truncation()
+            self._model.no_padding()
+            self._model.encode_special_tokens = True
+            vocab: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
+            self.vocab_size = max(len(vocab), 1 + max(vocab.values()))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library is not an Exception
+            reason = " ".join(str(error).split())[:80]
+            raise DataError(
+                f"{path} is not a Hugging Face tokenizer or is corrupt ({reason}); copy it again"
+            ) from error
+        self.settings = _read_settings(path, self._model)
+        named = [self.settings[x] for x in ("bos_token", "eos_token") if x in self.settings]
+        ends = [vocab[name] for name in named if name in vocab]
+        if not ends or len(ends) < len(named):
+            raise DataError(
+                f"{path} has no bos and no eos token, or not those of {CONFIG_FILE}; name one of "
+                'its tokens in that file next to it, as {"eos_token": "..."}'
+            )
+        self.bos, self.eod = ends[0], ends[-1] if end_of_document else None
+        self.names = {token: name for name, token in vocab.items()}
+        self._content = _as_trained(content, layout, self.names[self.bos], self.bos)
+        added = self._model.get_added_tokens_decoder()
+        special = {token for token, x in added.items() if x.special} | set(ends)
+        self.special_tokens = {self.names[token]: token for token in sorted(special)}
+        self._texts = self._token_texts(layout)
+        for token in ends:
+            self._texts[token] = b""
+        self.cuts = _safe_cuts(self.encode, self._texts)
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, and tokenizer_config.json with its settings."""
+        write_json(folder / CONFIG_FILE, self.settings)
+        super().save(folder)
+
+    def _encode_texts(self, texts: list[str]) -> list[list[int]]:
+        try:
+            if len(texts) == 1:  # without starting threads, which warn if the process is forked
+                return [self._model.encode(texts[0], add_special_tokens=False).ids]
+            found = self._model.encode_batch_fast(texts, add_special_tokens=False)
+        except Exception as error:
+            raise DataError(
+                f"the tokenizer cannot encode a text: {error_reason(error)}; use another "
+                "--data.tokenizer"
+            ) from error
+        return [encoding.ids for encoding in found]
+
+    def _token_texts(self, layout: dict[str, Any]) -> list[bytes]:
+        """Return the UTF-8 text of each token; empty for special tokens and unused ids.
+
+        A space before the first word is kept. layout: the content of tokenizer.json.
+        """
+        kinds = json.dumps(layout.get("decoder"))
+        byte_of = _byte_alphabet() if '"ByteLevel"' in kinds else {}
+        has_bytes = '"ByteFallback"' in kinds
+        model = layout["model"]
+        unknown = model.get("unk_token") or model.get("unk_id")
+        added = self._model.get_added_tokens_decoder()
+
+        def text_of(token: int, name: str) -> bytes:
+            if unknown in (token, name):
+                return "\ufffd".encode()
+            if name in self.special_tokens:
+                return b""
+            if byte_of and token not in added:
+                return b"".join(bytes([byte_of[x]]) if x in byte_of else x.encode() for x in name)
+            if byte_of:
+                return name.encode()
+            if has_bytes and (byte := _BYTE.fullmatch(name)):
+                return bytes.fromhex(byte[1])
+            return self._text_within(name).encode()
+
+        names = self.names
+        return [text_of(i, names[i]) if i in names else b"" for i in range(self.vocab_size)]
+
+    def _text_within(self, name: str) -> str:
+        """Return what the library decodes a token to if there are tokens before and after it."""
+        decoder = self._model.decoder
+        if decoder is None:  # the library puts a space between tokens
+            return f" {name}"
+        whole: str = decoder.decode(["a", name, "a"])
+        after: str = decoder.decode(["a", "a"])
+        return whole[1 : len(whole) - len(after) + 1]
+
+
+def _read_settings(path: Path, model: Any) -> dict[str, Any]:
+    """Return bos_token, eos_token and chat_template of the files next to a tokenizer.json.
+
+    If no file names bos or eos, they are recognized by common names among the special tokens.
+    """
+    found: dict[str, Any] = {}
+    config, template = path.with_name(CONFIG_FILE), path.with_name(TEMPLATE_FILE)
+    if path.name == JSON_FILE and config.exists():  # otherwise of another tokenizer
+        try:
+            given = read_object(config)
+        except CorruptFileError as error:
+            raise DataError(f"{error_reason(error)}; restore it") from error
+        for name in ("bos_token", "eos_token"):  # stored as text or as an object
+            token = given.get(name)
+            found[name] = token.get("content") if isinstance(token, dict) else token
+        found["chat_template"] = given.get("chat_template")
+    if path.name == JSON_FILE and template.is_file():
+        found["chat_template"] = template.read_text("utf-8", errors="replace")
+    if not (found.get("bos_token") or found.get("eos_token")):
+        special = {x.content for x in model.get_added_tokens_decoder().values() if x.special}
+        found["bos_token"] = next((name for name in _BOS_NAMES if name in special), None)
+        found["eos_token"] = next((name for name in _EOS_NAMES if name in special), None)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _as_trained(content: bytes, layout: dict[str, Any], bos_name: str, bos: int) -> bytes:
+    """Return a tokenizer.json that puts bos before each text and neither truncates nor pads."""
+    special = {"SpecialToken": {"id": bos_name, "type_id": 0}}
+    text, other = ({"Sequence": {"id": x, "type_id": i}} for i, x in enumerate("AB"))
+    changes = {
+        "truncation": None,
+        "padding": None,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [special, text],
+            "pair": [special, text, other],
+            "special_tokens": {bos_name: {"id": bos_name, "ids": [bos], "tokens": [bos_name]}},
+        },
+    }
+    if all(layout.get(name) == value for name, value in changes.items()):
+        return content  # as saved, perhaps formatted by another version
+    return json.dumps(layout | changes, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character of a byte-level vocabulary.
+
+    Printable characters of Latin-1 stand for their own code; the other bytes are the characters
+    from 256 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    codes = [*printable, *range(256, 256 + len(others))]
+    return {chr(code): byte for code, byte in zip(codes, printable + others, strict=True)}
 
 
 def utf8(text: str) -> bytes:
@@ -223,14 +349,12 @@ def utf8(text: str) -> bytes:
         return _SURROGATES.sub("\ufffd", text).encode("utf-8", "surrogateescape")
 
 
-def read_tokenizer_file(path: Path, sha256: str | None = None) -> bytes:
+def _read(path: Path, sha256: str | None) -> bytes:
     """Return the content of a file; raise DataError if its SHA-256 is known and different."""
-    if path_kind(path, GIVE_TOKENIZER) != "file":
-        raise DataError(f"{path} is a folder; {GIVE_TOKENIZER}")
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read the vocabulary {path}: {error_reason(error)}") from error
+        raise DataError(f"cannot read {path}: {error_reason(error)}; {GIVE_TOKENIZER}") from error
     if sha256 not in (None, hashlib.sha256(content).hexdigest()):
         raise DataError(
             f"{path} is corrupt or another vocabulary: its SHA-256 does not match; restore it"
@@ -254,24 +378,21 @@ def divide(text: str, limit: int, cuts: re.Pattern[str]) -> list[str]:
     return [*found, text[start:]]
 
 
-def safe_cuts(
+def _safe_cuts(
     encode: Callable[[str], list[int]], token_texts: Sequence[bytes]
 ) -> re.Pattern[str] | None:
-    """Return where a text can be divided without changing its tokens; None if nowhere.
+    """Return line ends if a text can be divided there without changing its tokens, else None.
 
     No token may contain such a place, and examples must give equal tokens. They detect
     normalizers that change the start of a text.
     """
-    found = []
-    for place, inside, ends, starts in _PLACES:
-        if any(re.search(inside, text) for text in token_texts):
-            continue
-        try:
-            if all(encode(a + b) == encode(a) + encode(b) for a in ends for b in starts):
-                found.append(place)
-        except DataError:  # some vocabularies cannot encode every text
-            continue
-    return re.compile("|".join(found)) if found else None
+    if any(re.search(rb"\n[^\s]", text) for text in token_texts):
+        return None
+    try:
+        is_safe = all(encode(a + b) == encode(a) + encode(b) for a in _ENDS for b in _STARTS)
+    except DataError:  # some vocabularies cannot encode every text
+        return None
+    return _LINE_END if is_safe else None
 
 
 def open_tokenizer(
@@ -282,11 +403,7 @@ def open_tokenizer(
     end_of_document: whether to use the vocabulary's token for the end of a text as `eod`.
     sha256: of the file, if known; any other file raises DataError.
     """
-    from transformer_vq.data.hf_tokenizer import HFTokenizer
-
-    if path.name == "sentencepiece" and not os.path.lexists(path):
-        raise DataError(f"SentencePiece vocabularies are not learned; {GIVE_TOKENIZER}")
-    if path_kind(path, GIVE_TOKENIZER) == "folder":
+    if path.is_dir():
         found = [path / name for name in (JSON_FILE, MODEL_FILE) if os.path.lexists(path / name)]
         if not found:
             raise DataError(f"{path} has no {JSON_FILE} and no {MODEL_FILE}; {GIVE_TOKENIZER}")
@@ -302,8 +419,6 @@ def load_tokenizer(
 
     sha256: of the saved vocabulary, if known; a missing or different file raises DataError.
     """
-    if os.path.lexists(folder / JSON_FILE) and not os.path.lexists(folder / CONFIG_FILE):
-        raise DataError(f"{folder / CONFIG_FILE} does not exist; restore it")
     if sha256 is None and not any(os.path.lexists(folder / name) for name in TOKENIZER_FILES):
         return ByteTokenizer(end_of_document)
     return open_tokenizer(folder, end_of_document, sha256)

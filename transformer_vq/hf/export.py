@@ -13,12 +13,13 @@ from safetensors import SafetensorError
 from transformers.utils import logging
 
 from transformer_vq.data.chat_template import read_chat_template, writes_special_tokens
-from transformer_vq.data.hf_tokenizer import TEMPLATE_FILE, HFTokenizer
 from transformer_vq.data.tokenizers import (
     CONFIG_FILE,
     JSON_FILE,
     MODEL_FILE,
+    TEMPLATE_FILE,
     TOKENIZER_FILES,
+    HFTokenizer,
     Tokenizer,
 )
 from transformer_vq.errors import UserError
@@ -130,11 +131,11 @@ def _write_fast_tokenizer(tokenizer: HFTokenizer, folder: Path, template: str | 
     are treated as text; the latter only if the chat template does not contain special tokens.
     Padding is on the left and uses the bos id. template: replaces that of the tokenizer.
     """
-    tokenizer.save_vocabulary(folder)
+    tokenizer.save(folder)
     added = read_json(folder / JSON_FILE).get("added_tokens") or ()
     special = [token["content"] for token in added if token.get("special")]
-    chosen = tokenizer.settings.chat_template if template is None else template
-    bos = tokenizer.token_name(tokenizer.bos)
+    chosen = tokenizer.settings.get("chat_template") if template is None else template
+    bos = tokenizer.names[tokenizer.bos]
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos,
@@ -145,7 +146,7 @@ def _write_fast_tokenizer(tokenizer: HFTokenizer, folder: Path, template: str | 
         "clean_up_tokenization_spaces": False,
     }
     if tokenizer.eod is not None:
-        config["eos_token"] = tokenizer.token_name(tokenizer.eod)
+        config["eos_token"] = tokenizer.names[tokenizer.eod]
     if isinstance(chosen, str):
         write_text(folder / TEMPLATE_FILE, chosen)
     elif chosen is not None:  # several templates with names

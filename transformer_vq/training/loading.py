@@ -18,8 +18,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from transformer_vq.config import DataConfig, ModelConfig, RunConfig
-from transformer_vq.data.hf_tokenizer import TEMPLATE_FILE
-from transformer_vq.data.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from transformer_vq.data.tokenizers import (
+    TEMPLATE_FILE,
+    TOKENIZER_FILES,
+    Tokenizer,
+    load_tokenizer,
+)
 from transformer_vq.device import meta_device
 from transformer_vq.files import (
     MANIFEST,

@@ -13,7 +13,6 @@ import torch
 from transformer_vq.config import LEARNED, NEUTRAL_FIELDS, RunConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.corpus import Corpus
-from transformer_vq.data.paths import expand_user
 from transformer_vq.data.prepare import prepare
 from transformer_vq.data.text import store_stdin
 from transformer_vq.data.tokenizers import ByteTokenizer
@@ -320,7 +319,7 @@ def _portable(config: RunConfig, start: InitialModel | None) -> RunConfig:
     def all_absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(map(absolute, paths))
 
-    data = store_stdin(config.data, expand_user(config.data.cache_folder, "--data.cache"))
+    data = store_stdin(config.data, Path(os.path.expanduser(config.data.cache_folder)))
     tokenizer = data.tokenizer
     if tokenizer is not None and tokenizer not in ("bytes", *LEARNED):
         tokenizer = absolute(tokenizer)

@@ -147,7 +147,7 @@ def test_template_with_loop_controls_gives_the_same_text_in_export_and_server(ru
     [
         (b"a\n{% for x in %}", "my.jinja, line 2"),
         (b"\xff", "my.jinja: 'utf-8' codec can't decode"),
-        (None, "does not exist"),
+        (None, "my.jinja: No such file"),
     ],
 )
 def test_invalid_chat_templates_are_rejected(run, tmp_path, capsys, content, message):

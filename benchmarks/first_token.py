@@ -25,10 +25,12 @@ from common import (
     Output,
     Record,
     check_positive,
+    label_end,
     log_lengths,
     log_values,
     main,
     median_seconds,
+    new_figure,
 )
 from measure import (
     Failure,
@@ -41,7 +43,7 @@ from transformer_vq.config import ModelConfig
 from transformer_vq.device import find_device
 from transformer_vq.errors import MissingExtraError, UserError
 from transformer_vq.memory_use import peak_bytes_of
-from transformer_vq.plots import BLUE, GREEN, ORANGE, SKY, label_end, new_figure, note
+from transformer_vq.plots import BLUE, GREEN, ORANGE, SKY, note
 from transformer_vq.progress import Advance, progress_bar
 from transformer_vq.serve.engine import check_servable
 from transformer_vq.training.loading import load_model_and_tokenizer

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_close, relative_rms
 
-from transformer_vq import PRESETS, ModelConfig, load_official
-from transformer_vq.interop import OFFICIAL_SEQUENCE_LEN, official_names, official_sequence_len
+from transformer_vq import ModelConfig, load_official
+from transformer_vq.interop import official_names
 
 FILES = sorted((Path(__file__).parent / "data" / "golden").glob("*.npz"))
 OFFICIAL_REDUCTION = {"serial": "serial", "matmul": "matmul", "assoc": "associative"}
@@ -218,29 +218,6 @@ def test_statistics_keep_their_scale_if_the_sequence_length_is_unknown():
     data, config = golden("vq_serial_mqa")
     model = load_official(data["param"], config)
     assert np.array_equal(model.branches[0].quantizer.c_count, data["param"][COUNTS][0, 0])
-
-
-def test_sequence_len_of_official_config_files_is_the_default(monkeypatch):
-    data, config = golden("vq_serial_mqa")
-    monkeypatch.setitem(OFFICIAL_SEQUENCE_LEN, (16, 2, 8, 32), SEQUENCE_LEN)
-    model = load_official(data["param"], config)
-    want = torch.from_numpy(data["param"][COUNTS][0, 0]) / N_BLOCKS
-    assert_close("counts", model.branches[0].quantizer.c_count, want)
-
-
-@pytest.mark.parametrize(
-    ("preset", "vocab_size", "sequence_len"),
-    [
-        ("enwik8-190m", 259, 8192),
-        ("pg19-1.3b", 32_000, 8192),
-        ("imagenet64-1.2b", 259, 12_288),
-        ("tiny", 259, None),
-    ],
-)
-def test_official_sequence_lengths_are_known_for_official_sizes(preset, vocab_size, sequence_len):
-    config = dataclasses.replace(PRESETS[preset].model, vocab_size=vocab_size)
-    assert official_sequence_len(config) == sequence_len
-    assert sequence_len in (None, PRESETS[preset].train.seq_len)
 
 
 @pytest.mark.parametrize("sequence_len", [0, -48, 16, 47])

@@ -18,7 +18,6 @@ from transformer_vq.sizes import (
     PEAKS,
     Sizes,
     flops_per_token,
-    memory_hint,
     mfu_per_token,
     peak_rate,
     sizes,
@@ -212,33 +211,6 @@ def test_sizes_accept_the_largest_model():
             config = RunConfig(model, train=train)
             assert isinstance(sizes(config), Sizes)
             assert "parameters" in sizes_table("largest", config, sizes(config))
-
-
-def test_memory_hint_names_only_options_that_help(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
-    plain = {"device": "cpu", "batch_size": 8, "backprop_len": 24}
-    hint = memory_hint(run_of(plain))
-    every = (
-        *("--train.batch-size", "--train.accumulate", "--train.checkpoint-activations"),
-        *("--train.precision bf16", "--train.backprop-len", "--model.d-model"),
-    )
-    for name in every:
-        assert name in hint
-    assert "--train.seq-len" not in hint
-    for change, absent in (
-        ({"batch_size": 1}, "--train.batch-size"),
-        ({"batch_size": 1}, "--train.accumulate"),
-        ({"accumulate": 8}, "--train.accumulate"),
-        ({"accumulate": 0}, "--train.accumulate"),
-        ({"checkpoint_activations": True}, "--train.checkpoint-activations"),
-        ({"precision": "bf16"}, "--train.precision"),
-        ({"backprop_len": 3}, "--train.backprop-len"),
-    ):
-        assert absent not in memory_hint(run_of(plain | change))
-    assert "--train.seq-len" in memory_hint(run_of(plain, attention="full"))
-    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-    assert "--train.precision" not in memory_hint(run_of(plain))
-    assert "--train.precision" not in memory_hint(run_of(plain | {"device": "nonsense"}))
 
 
 @pytest.mark.parametrize(

@@ -180,27 +180,20 @@ def plot_positions(evaluation: dict[str, Any], path: Path) -> None:
     Positions with fewer than MIN_TOKENS tokens are left out, since their mean is mostly noise.
     """
     with new_figure(path) as (figure, (axes,)):
-        n_hidden = 0
         for color, (name, result) in zip(COLORS, evaluation["protocols"].items(), strict=False):
             bins = [row for row in result["by_position"] if row["tokens"] >= MIN_TOKENS]
-            n_hidden += len(result["by_position"]) - len(bins)
-            if bins:
-                middles = [((row["first"] + 1) * (row["last"] + 1)) ** 0.5 for row in bins]
-                bits = [row["nats_per_token"] / math.log(2) for row in bins]
-                label = f"{name}: {result['bits_per_byte']:.3f} bits per byte"
-                axes.plot(middles, bits, color=color, marker="o", label=label)
+            middles = [((row["first"] + 1) * (row["last"] + 1)) ** 0.5 for row in bins]
+            bits = [row["nats_per_token"] / math.log(2) for row in bins]
+            label = f"{name}: {result['bits_per_byte']:.3f} bits per byte"
+            axes.plot(middles, bits, "o-", color=color, label=label)
         which = checkpoint_label(evaluation.get("checkpoint"), evaluation.get("step"))
         axes.set_title(f"Loss by position, {evaluation['split']} split, {which} (bits per token)")
         axes.set_xlabel("position in the context")
-        if axes.lines:
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(thousands)
-            axes.legend(labelcolor="linecolor")  # the lines cross, so labels would cover them
-        else:
-            text = f"Every position has fewer than {MIN_TOKENS} tokens."
-            axes.text(0.5, 0.5, text, ha="center", color=MUTED)
-        hidden = f" Left out: {n_hidden} with fewer than {MIN_TOKENS} tokens." * bool(n_hidden)
-        note(figure, "Each point is the mean over a range of positions." + hidden)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(thousands)
+        axes.legend()
+        text = "Each point is the mean over a range of positions with at least"
+        note(figure, f"{text} {MIN_TOKENS} tokens.")
 
 
 def smooth(values: Sequence[float], share: float = 0.02) -> list[float]:

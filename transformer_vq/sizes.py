@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from transformer_vq.config import ModelConfig, Precision, RunConfig
-from transformer_vq.device import find_device, has_fast_bf16, meta_device, total_memory
+from transformer_vq.device import find_device, meta_device, total_memory
 from transformer_vq.errors import UserError
 from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
@@ -23,6 +23,10 @@ from transformer_vq.parallel.world import World
 from transformer_vq.progress import warn
 
 FLOAT_BYTES = 4  # of a float32
+MEMORY_HINT = (
+    "reduce --train.batch-size or raise --train.accumulate, use --train.checkpoint-activations, or "
+    "use a smaller --train.backprop-len or --model.d-model"
+)
 USABLE_MEMORY = 0.7  # fraction of a device's memory that `choose_accumulation` plans with
 
 # Peak rates in TFLOP/s for bf16, TF32 and fp32: the vendors' figures for dense matrix products with
@@ -128,35 +132,6 @@ def sizes(config: RunConfig) -> Sizes:
     )
 
 
-def memory_hint(config: RunConfig) -> str:
-    """Return advice on which options reduce the memory of this run."""
-    model, train = config.model, config.train
-    advice = []
-    n_rows = train.batch_size // config.parallel.n_rows
-    if n_rows > 1:
-        advice.append("reduce --train.batch-size")
-        if 0 < train.accumulate < n_rows:
-            advice[0] += " or raise --train.accumulate"
-    if not train.checkpoint_activations:
-        advice.append("use --train.checkpoint-activations")
-    device = _device(train.device)
-    if train.precision == "fp32" and device is not None and has_fast_bf16(device):
-        advice.append("use --train.precision bf16")
-    smaller = ["--train.seq-len"] if model.attention == "full" else []
-    if train.backprop_len > model.block_len:
-        smaller.append("--train.backprop-len")
-    advice.append(f"use a smaller {' or '.join([*smaller, '--model.d-model'])}")
-    return ", or ".join(filter(None, [", ".join(advice[:-1]), advice[-1]]))
-
-
-def _device(name: str) -> torch.device | None:
-    """Return the device of a run, or None if it does not exist."""
-    try:
-        return find_device(name)
-    except UserError:  # reported when the run starts
-        return None
-
-
 def choose_accumulation(config: RunConfig, world: World) -> RunConfig:
     """Return the config with the fewest micro-batches that fit in the memory of each process.
 
@@ -174,7 +149,7 @@ def choose_accumulation(config: RunConfig, world: World) -> RunConfig:
         if world.smallest(needed <= USABLE_MEMORY * memory):
             break
     else:
-        warn(f"one sequence at a time may not fit in memory; {memory_hint(chosen)}")
+        warn(f"one sequence at a time may not fit in memory; {MEMORY_HINT}")
     return chosen
 
 
@@ -185,7 +160,7 @@ def check_memory(config: RunConfig, world: World) -> None:
     if needed > total:
         raise UserError(
             f"out of memory: weights, gradients and optimizer take {needed / 1e9:,.1f} GB, this "
-            f"device has {total / 1e9:,.1f} GB; {memory_hint(config)}"
+            f"device has {total / 1e9:,.1f} GB; {MEMORY_HINT}"
         )
 
 
@@ -324,9 +299,11 @@ def _n_segments(model: TransformerVQ, config: RunConfig) -> int:
     train, attention = config.train, model.branches[0]
     if not isinstance(attention, VQAttention) or config.parallel.cp > 1:
         return 1
-    segment_len = attention.segment_len(
-        _micro_batch(config), train.backprop_len, _device(train.device)
-    )
+    try:
+        device = find_device(train.device)
+    except UserError:  # reported when the run starts
+        device = None
+    segment_len = attention.segment_len(_micro_batch(config), train.backprop_len, device)
     return -(-train.backprop_len // segment_len)
 
 

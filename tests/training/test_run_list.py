@@ -58,7 +58,6 @@ def test_stopped_and_running_runs_are_told_apart(tmp_path, monkeypatch):
         ("config.json", b"{"),
         ("config.json", b"[]"),
         ("config.json", b'{"model": 3}'),
-        ("metrics.jsonl", b"not JSON\n[]\n"),
         ("checkpoints/step-*/training.json", b"\xff"),
     ],
 )

@@ -101,8 +101,6 @@ class Progress:
     """Number of completed steps."""
     validated_at: int = 0
     """Step of the last validation; 0 before the first one."""
-    logged_at: int = 0
-    """Step of the last training row in metrics.jsonl; 0 before the first one."""
     best_loss: float | None = None
     """Lowest validation loss, in nats per token; None before the first validation."""
     best_bits_per_byte: float | None = None
@@ -158,8 +156,6 @@ def read_config(run: Path) -> RunConfig:
         values = read_object(path)
     except CorruptFileError as error:
         raise CheckpointError(f"{error}; {fix}") from error
-    if not isinstance(values.get("model"), dict):
-        raise CheckpointError(f"{path} is not the config of a run; {fix}")
     if (found := values.pop("format", 1)) != FORMAT:
         raise CheckpointError(
             f"{run} was written by another version of transformer_vq (format {found!r:.20}, this "

@@ -23,11 +23,9 @@ from transformer_vq.parallel.world import World, join_world
 from transformer_vq.progress import Reporter, reporting, warn
 from transformer_vq.sizes import check_memory, choose_accumulation
 from transformer_vq.training.checkpoint import (
-    Checkpoint,
     CheckpointError,
     Progress,
     TrainingResult,
-    load_checkpoint,
     locked,
     original_config,
     read_config,
@@ -174,7 +172,7 @@ def _resume(
         if world.is_rank_zero and read_config(run) != current:
             raise CheckpointError(f"{run} was changed by another process; resume it again")
         _check_same_vocabulary(run, current, corpus)
-        checkpoint, newest = _find_checkpoint(run, stored, config, world, allow_schedule_change)
+        checkpoint, newest = find_checkpoint(run, stored, config, world, allow_schedule_change)
         if checkpoint is None:
             if newest == 0:
                 warn(f"{run} has no checkpoint yet; starting from the first step")
@@ -201,23 +199,9 @@ def _resume(
             if progress.step < newest:
                 remove_checkpoints_after(run, progress.step)
             restore_best(run, checkpoint)
-            rewind(run, progress.step, progress.logged_at, progress.validated_at)
+            rewind(run, progress.step, progress.validated_at)
             write_config(run, config)
         return _run_loop(TrainingLoop(run, config, corpus, batches, trainer, progress))
-
-
-def _find_checkpoint(
-    run: Path, stored: RunConfig, config: RunConfig, world: World, allow_schedule_change: bool
-) -> tuple[Checkpoint | None, int]:
-    """Return the checkpoint to resume from and the newest step; rank 0 decides for all ranks."""
-    checkpoint, newest = None, 0
-    if world.is_rank_zero:
-        checkpoint, newest = find_checkpoint(run, stored, config, allow_schedule_change)
-    newest = world.from_rank_zero(newest)
-    step = world.from_rank_zero(0 if checkpoint is None else checkpoint.step)
-    if checkpoint is None and step > 0:  # on the other ranks
-        checkpoint = load_checkpoint(run, step)
-    return checkpoint, newest
 
 
 def _check_same_vocabulary(run: Path, config: RunConfig, corpus: Corpus) -> None:
@@ -226,11 +210,6 @@ def _check_same_vocabulary(run: Path, config: RunConfig, corpus: Corpus) -> None
         raise CheckpointError(
             f"the tokenizer of the data is not that of {run}; restore the file that was used when "
             "it was started, or start a new run"
-        )
-    if corpus.vocab_size != config.model.vocab_size:
-        raise CheckpointError(
-            f"{run / CONFIG}: model.vocab_size is {config.model.vocab_size}, but the data have "
-            f"{corpus.vocab_size} tokens; undo the edit"
         )
 
 

@@ -119,20 +119,6 @@ def test_training_continues_with_the_codewords_of_the_official_code(path):
     assert min(errors(None)) > 0.1  # with the official scale, old statistics have too much weight
 
 
-@pytest.mark.parametrize("head_type", ["shga", "mqa", "mha"])
-def test_official_reductions_give_the_same_logits(head_type):
-    paths = [path for path in FILES if path.stem.endswith(head_type) and "vq" in path.stem]
-    data = read(paths[0])
-    tokens = torch.from_numpy(data[""]["input"])
-    logits = [
-        load_official(data["param"], config_of(path), reduction_of(path))(tokens).logits
-        for path in paths
-    ]
-    assert len(logits) == 3
-    for other in logits[1:]:
-        assert_close("logits", other, logits[0], tolerance=1e-6)
-
-
 def test_loaded_codebooks_are_not_reinitialized_from_keys():
     data, config = golden("vq_serial_mqa")
     model = load_official(data["param"], dataclasses.replace(config, codebook_init="keys"))
@@ -187,31 +173,6 @@ def test_rescaling_keeps_codewords_and_logits_even_of_unused_codes(name):
             expected = torch.tensor([0.0, 1e-6, 0.005, 0.01, 0.01, 0.01, 0.01, 0.05])
             torch.testing.assert_close(counts, expected, rtol=1e-6, atol=0)
     assert_close("logits", rescaled(tokens).logits, kept(tokens).logits, tolerance=1e-6)
-
-
-def test_a_power_of_two_of_blocks_keeps_logits_bitwise():
-    data, config = golden("vq_serial_shga")
-    tokens = torch.from_numpy(data[""]["input"])
-    kept = load_official(data["param"], config)(tokens).logits
-    assert torch.equal(load_official(data["param"], config, sequence_len=32)(tokens).logits, kept)
-
-
-def test_rescaled_counts_are_compared_with_revive_below():
-    data, config = golden("vq_serial_mqa")
-    config = dataclasses.replace(config, revive_below=0.1)
-    params = with_counts(data["param"], [0.3])  # 0.05 after the division by 6
-    tokens = torch.from_numpy(data[""]["input"])
-
-    def is_revived(sequence_len):
-        model = load_official(params, config, sequence_len=sequence_len)
-        usages = model(tokens).code_usage
-        # Candidates of a batch that hardly uses any code.
-        quiet = [dataclasses.replace(u, sum=0 * u.sum, count=0 * u.count + 1e-9) for u in usages]
-        model.update_codebooks(quiet)
-        return float(model.branches[0].quantizer.c_count[0, 0]) == 1.0
-
-    assert is_revived(SEQUENCE_LEN)
-    assert not is_revived(None)
 
 
 def test_statistics_keep_their_scale_if_the_sequence_length_is_unknown():

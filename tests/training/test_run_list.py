@@ -69,13 +69,6 @@ def test_damaged_runs_are_corrupt(run, name, content):
     assert found.bytes > 0
 
 
-def test_unfinished_and_corrupt_lines_of_metrics_are_skipped(run):
-    before = summarize(run)
-    with open(run / "metrics.jsonl", "ab") as file:
-        file.write(b'garbage "validation"\n{"kind": "validation", "bits_per_byte": NaN}\n{"kind')
-    assert summarize(run).best_bits_per_byte == before.best_bits_per_byte
-
-
 def test_runs_are_found_in_subfolders_but_not_in_runs(tmp_path):
     for name in ("a", "b/c/d/e", "a/inside", ".hidden/f", "1/2/3/4/5"):
         (tmp_path / name / "checkpoints").mkdir(parents=True)

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from transformer_vq.config import ModelConfig, Precision, RunConfig
-from transformer_vq.device import find_device, meta_device, total_memory
+from transformer_vq.device import meta_device, total_memory
 from transformer_vq.errors import UserError
-from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.parallel.strategy import check_mesh
 from transformer_vq.parallel.tensor_parallel import shard_heads, sharded_axes
@@ -127,7 +126,7 @@ def sizes(config: RunConfig) -> Sizes:
         state_bytes=_state_bytes(config.model, config.train.seq_len),
         weight_bytes=FLOAT_BYTES * (resident + gathered + codebooks),
         optimizer_bytes=FLOAT_BYTES * optimizer,
-        activation_bytes=_activation_bytes(config, _n_segments(model, config)),
+        activation_bytes=_activation_bytes(config),
         average_bytes=FLOAT_BYTES * resident if config.train.weight_average else 0,
     )
 
@@ -233,18 +232,16 @@ def _state_bytes(config: ModelConfig, seq_len: int, n_bytes: int = FLOAT_BYTES, 
     return config.n_layer * config.n_attention * (kv_heads * per_head + position)
 
 
-def _activation_bytes(config: RunConfig, n_segments: int) -> int:
+def _activation_bytes(config: RunConfig) -> int:
     """Return the peak memory of the backward pass of one micro-batch, without weights.
 
     It includes the tensors saved by autograd, the states before and after the span, the logits,
     and the gradients of one branch's scores and values. It excludes the positional embeddings,
     which have no batch dimension, and memory that the allocator reserves without using it.
-
-    n_segments: segments of a span in an attention branch. Activation checkpointing keeps the
-    state before each segment, and recomputes one segment at a time.
+    With activation checkpointing, one branch is recomputed at a time.
     """
     model, train, mesh = config.model, config.train, config.parallel
-    n_rows = _micro_batch(config)
+    n_rows = train.batch_size // (mesh.n_rows * max(train.accumulate, 1))  # of a micro-batch
     geometry, d_ff = shard_heads(model.layer.heads, mesh.tp), model.d_ff // mesh.tp
     heads, kv_heads, d_v = geometry.n_head, geometry.n_kv_head, geometry.d_v
     n_bytes = 2 if train.precision == "bf16" else FLOAT_BYTES
@@ -278,33 +275,12 @@ def _activation_bytes(config: RunConfig, n_segments: int) -> int:
     logits = 3 * FLOAT_BYTES * model.vocab_size
     if train.checkpoint_activations:
         inputs = 2 * model.n_layer * FLOAT_BYTES * model.d_model
-        recomputed = max(attention + gradients, n_segments * feed_forward) // n_segments
-        per_token = inputs + recomputed + logits
-        state_after *= n_segments
+        per_token = inputs + max(attention + gradients, feed_forward) + logits
     else:
         per_layer = attention * model.n_attention + feed_forward
         per_token = model.n_layer * per_layer + gradients + logits
     carried = train.batch_size // mesh.n_rows * state_before
     return tokens * per_token + carried + n_rows * state_after
-
-
-def _micro_batch(config: RunConfig) -> int:
-    """Return the number of sequences per forward pass; `accumulate=0` counts as 1."""
-    n_parts = config.parallel.n_rows * max(config.train.accumulate, 1)
-    return config.train.batch_size // n_parts
-
-
-def _n_segments(model: TransformerVQ, config: RunConfig) -> int:
-    """Return the number of segments in which an attention branch processes a span."""
-    train, attention = config.train, model.branches[0]
-    if not isinstance(attention, VQAttention) or config.parallel.cp > 1:
-        return 1
-    try:
-        device = find_device(train.device)
-    except UserError:  # reported when the run starts
-        device = None
-    segment_len = attention.segment_len(_micro_batch(config), train.backprop_len, device)
-    return -(-train.backprop_len // segment_len)
 
 
 def _adafactor_elements(shape: torch.Size, n_parts: int = 1, min_factored: int = 128) -> int:

@@ -206,12 +206,17 @@ def read_tokenizer(run: Path, config: RunConfig | None = None) -> Tokenizer:
 
 
 @contextmanager
-def locked(run: Path) -> Iterator[None]:
-    """Lock a run folder, so that only one process at a time writes to it.
+def locked(run: Path, is_rank_zero: bool = True) -> Iterator[None]:
+    """Create and lock a run folder, so that only one process at a time writes to it.
 
-    Raises CheckpointError if another process holds the lock, which ends with that process.
+    Other ranks than rank 0 do nothing. Raises CheckpointError if another process holds the lock,
+    which ends with that process.
     Temporary files of killed processes are removed.
     """
+    if not is_rank_zero:
+        yield
+        return
+    run.mkdir(parents=True, exist_ok=True)
     error = CheckpointError(f"{run} is in use by another process; wait for it or stop it")
     with lock_folder(run, error):
         for folder in (run, run / CHECKPOINTS, run / BEST):

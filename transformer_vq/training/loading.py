@@ -244,7 +244,7 @@ class InitialModel:
         has_bytes = own is None or own.sha256 is None
         if data.tokenizer_name == "bytes" and has_bytes and n_tokens in (256, 257):
             fix = f"use --data.{'no-' if n_tokens == 256 else ''}end-of-document"
-        elif not has_bytes:
+        elif not is_same and not has_bytes:
             fix = "leave out --data.tokenizer"
         raise CheckpointError(
             f"--train.init-from {self.name} has {n_tokens:,} tokens ({_named(own)}), but the data "

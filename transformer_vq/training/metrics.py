@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -102,10 +103,11 @@ class MetricsLog:
         if not enabled:
             return
         if config.train.tensorboard:
+            package = _package("torch.utils.tensorboard", "tensorboard")
             folder = str(run / "tensorboard")
-            self._tensorboard = _summary_writer()(folder, purge_step=step + 1)
+            self._tensorboard = package.SummaryWriter(folder, purge_step=step + 1)
         if config.train.wandb is not None:
-            self._wandb = _wandb().init(
+            self._wandb = _package("wandb", "wandb").init(
                 project=config.train.wandb,
                 name=run.name,
                 id=hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16],
@@ -144,25 +146,17 @@ class MetricsLog:
 def check_loggers(config: RunConfig) -> None:
     """Raise UserError if a logger is enabled whose package is not installed."""
     if config.train.tensorboard:
-        _summary_writer()
+        _package("torch.utils.tensorboard", "tensorboard")
     if config.train.wandb is not None:
-        _wandb()
+        _package("wandb", "wandb")
 
 
-def _summary_writer() -> Any:
+def _package(name: str, option: str) -> Any:
+    """Import the package of a logger."""
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return import_module(name)
     except ImportError:
-        raise missing_extra("--train.tensorboard", "tensorboard") from None
-    return SummaryWriter
-
-
-def _wandb() -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise missing_extra("--train.wandb", "wandb") from None
-    return wandb
+        raise missing_extra(f"--train.{option}", option) from None
 
 
 def read_history(run: str | os.PathLike[str]) -> list[Row]:

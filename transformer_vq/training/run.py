@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -94,7 +92,7 @@ def train(
                 "steps, before the peak learning rate; use a shorter warm-up"
             )
         trainer = _new_trainer(config, start, world)
-        with _locked_by_rank_zero(run, world):
+        with locked(run, world.is_rank_zero):
             _check_is_new(run, world)  # another process may have started a run in the meantime
             if world.is_rank_zero:
                 write_config(run, config, corpus.tokenizer())
@@ -168,7 +166,7 @@ def _resume(
     config = choose_accumulation(wanted, world)
     corpus = _prepare_corpus(config, world)
     batches = training_batches(config, corpus)
-    with _locked_by_rank_zero(run, world):
+    with locked(run, world.is_rank_zero):
         if world.is_rank_zero and read_config(run) != current:
             raise CheckpointError(f"{run} was changed by another process; resume it again")
         _check_same_vocabulary(run, current, corpus)
@@ -239,17 +237,6 @@ def _check_is_new(run: Path, world: World) -> None:
     for name in (METRICS, HISTORY, CHECKPOINTS, BEST):
         if (run / name).exists():
             raise CheckpointError(f"{run} contains {name} of something else; use another --out")
-
-
-@contextmanager
-def _locked_by_rank_zero(run: Path, world: World) -> Iterator[None]:
-    """Create the run folder and hold its lock; rank 0 does so for all ranks."""
-    if not world.is_rank_zero:
-        yield
-        return
-    run.mkdir(parents=True, exist_ok=True)
-    with locked(run):
-        yield
 
 
 def _prepare_corpus(config: RunConfig, world: World) -> Corpus:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
+from transformer_vq import plots
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import TrainingBatches
 from transformer_vq.data.prepare import prepare
@@ -41,6 +43,7 @@ Device = Annotated[str, tyro.conf.arg(help="cpu, cuda, cuda:1, ...; auto uses a 
 Flat = Annotated[RunConfig, tyro.conf.arg(name="")]
 """A run config whose options have no prefix: --model.n-code, not --run.model.n-code."""
 
+END_LABEL = "end label"  # mark of the labels at line ends, which are moved apart
 LONG = 10.0  # seconds; what takes longer is measured once
 
 
@@ -181,3 +184,44 @@ def log_values(axes: Any) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=digits))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(thousands)
+
+
+@contextmanager
+def new_figure(
+    path: Path, rows: int = 1, columns: int = 1, height: float = 3.4
+) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield a figure and its axes, then move labels at line ends apart and write it to a file."""
+    with plots.new_figure(path, rows, columns, height) as (figure, axes):
+        yield figure, axes
+        figure.draw_without_rendering()  # the layout, which label positions depend on
+        for panel in axes:
+            _spread_labels(figure, panel)
+
+
+def label_end(
+    axes: Any, line: tuple[Sequence[float], Sequence[float]], text: str, color: str
+) -> None:
+    """Write the name of a line to the right of its last point; nearby labels are moved apart."""
+    xs, ys = line
+    if math.isfinite(ys[-1]):
+        style = {"va": "center", "color": color, "linespacing": 1.25, "annotation_clip": False}
+        offset = {"xytext": (10, 0), "textcoords": "offset points"}
+        axes.annotate(text, (xs[-1], ys[-1]), gid=END_LABEL, **offset, **style)
+
+
+def _spread_labels(figure: Any, axes: Any) -> None:
+    """Move end labels apart vertically where they overlap, and below the top of the axes."""
+    labels = [text for text in axes.texts if text.get_gid() == END_LABEL]
+    labels.sort(key=lambda label: label.get_window_extent().y0)
+    boxes = [label.get_window_extent() for label in labels]
+    frame = axes.get_window_extent()
+    bottoms, free = [], frame.y0
+    for box in boxes:
+        bottoms.append(max(box.y0, free))
+        free = bottoms[-1] + box.height
+    free = frame.y1
+    for i in reversed(range(len(labels))):
+        bottoms[i] = min(bottoms[i], free - boxes[i].height)
+        free = bottoms[i]
+        x, y = labels[i].get_position()
+        labels[i].set_position((x, y + (bottoms[i] - boxes[i].y0) * 72 / figure.dpi))

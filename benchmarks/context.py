@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, spawn
 
 from common import Output, Record, check_positive, main
-from measure import OUT_OF_MEMORY, limit_memory, over_time
+from measure import OUT_OF_MEMORY, limit_memory, over_time, process_bytes
 from transformer_vq.config import (
     ModelConfig,
     ParallelConfig,
@@ -28,7 +28,6 @@ from transformer_vq.config import (
 from transformer_vq.data.batches import Batch
 from transformer_vq.errors import is_out_of_memory
 from transformer_vq.files import read_json, write_json
-from transformer_vq.memory_use import allocated_bytes
 from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.parallel.context_parallel import Exchange
@@ -76,7 +75,7 @@ def _work(rank: int, n_processes: int, folder: str) -> None:
         store = f"file://{folder}/store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=n_processes)
         world = World(ParallelConfig(cp=n_processes))
-    limit_memory(allocated_bytes() + MEGABYTES * 10**6)
+    limit_memory(process_bytes("VmData") + MEGABYTES * 10**6)
     for seq_len in LENGTHS:
         row: Record
         try:

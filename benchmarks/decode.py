@@ -20,7 +20,17 @@ import torch
 from torch import Tensor, nn
 
 import gpt2
-from common import Device, Output, Record, check_positive, log_lengths, log_values, main
+from common import (
+    Device,
+    Output,
+    Record,
+    check_positive,
+    label_end,
+    log_lengths,
+    log_values,
+    main,
+    new_figure,
+)
 from measure import (
     Failure,
     bandwidth_probe,
@@ -37,7 +47,7 @@ from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import VectorQuantizer
 from transformer_vq.ops.state import FullState
-from transformer_vq.plots import BLUE, GREEN, VERMILION, label_end, new_figure, note
+from transformer_vq.plots import BLUE, GREEN, VERMILION, note
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import progress_bar
 

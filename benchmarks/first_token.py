@@ -25,23 +25,25 @@ from common import (
     Output,
     Record,
     check_positive,
+    label_end,
     log_lengths,
     log_values,
     main,
     median_seconds,
+    new_figure,
 )
 from measure import (
     Failure,
     free_memory,
     in_subprocess,
     machine,
+    process_bytes,
 )
 from serving import connection_to, events, post, serving
 from transformer_vq.config import ModelConfig
 from transformer_vq.device import find_device
 from transformer_vq.errors import MissingExtraError, UserError
-from transformer_vq.memory_use import peak_bytes_of
-from transformer_vq.plots import BLUE, GREEN, ORANGE, SKY, label_end, new_figure, note
+from transformer_vq.plots import BLUE, GREEN, ORANGE, SKY, note
 from transformer_vq.progress import Advance, progress_bar
 from transformer_vq.serve.engine import check_servable
 from transformer_vq.training.loading import load_model_and_tokenizer
@@ -162,7 +164,7 @@ def time_served(
         show("stored context", 1)
         question = {"prompt": QUESTION, "context": context["id"]}
         context_seconds = median_seconds(lambda: first_token(server.port, question, n_cached=n))
-        peak = peak_bytes_of(server.pid)
+        peak = process_bytes("VmHWM", server.pid)
     show("restart", 1)
     with serving(run, store, options) as server:
         warm_up(server.port, document)

@@ -313,3 +313,9 @@ def _rate(
         timings.append(seconds(n_products))
         n_products = math.ceil(SECONDS / timings[1])
     return 2 * m * k * n / min(timings[2:] or timings)
+
+
+def process_bytes(field: str, process: int | str = "self") -> int:
+    """Return a size in /proc/PID/status, such as VmHWM, the peak resident memory; Linux only."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) * 1024

@@ -15,7 +15,17 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 
-from common import Interrupted, Output, Record, check_positive, log_lengths, log_values, main
+from common import (
+    Interrupted,
+    Output,
+    Record,
+    check_positive,
+    label_end,
+    log_lengths,
+    log_values,
+    main,
+    new_figure,
+)
 from measure import (
     OUT_OF_MEMORY,
     TIME_LIMIT,
@@ -40,8 +50,6 @@ from transformer_vq.plots import (
     PURPLE,
     SKY,
     VERMILION,
-    label_end,
-    new_figure,
     note,
 )
 from transformer_vq.progress import progress_bar, warn

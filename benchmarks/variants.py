@@ -18,15 +18,15 @@ from common import (
     Output,
     Record,
     check_positive,
+    label_end,
     log_lengths,
     main,
+    new_figure,
 )
 from transformer_vq.config import RunConfig
 from transformer_vq.errors import UserError
 from transformer_vq.plots import (
     COLORS,
-    label_end,
-    new_figure,
     note,
 )
 from transformer_vq.presets import PRESETS

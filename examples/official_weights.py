@@ -9,7 +9,7 @@ Write one in the official code, after a checkpoint was restored:
 The config is that of a preset, with the vocabulary of the weights: official bytes are tokens 3 to
 258. Without --preset it is inferred from the shapes of the arrays, which do not show `block_len`,
 so it is an option. --sequence-len is the one of the official training; it is needed to continue
-training if the weights are not from an official config file. Without a file, the script uses random
+training. Without a file, the script uses random
 weights.
 
 Run:     python examples/official_weights.py

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_close, relative_rms
 
-from transformer_vq import PRESETS, ModelConfig, load_official
-from transformer_vq.interop import OFFICIAL_SEQUENCE_LEN, official_names, official_sequence_len
+from transformer_vq import ModelConfig, load_official
+from transformer_vq.interop import official_names
 
 FILES = sorted((Path(__file__).parent / "data" / "golden").glob("*.npz"))
 OFFICIAL_REDUCTION = {"serial": "serial", "matmul": "matmul", "assoc": "associative"}
@@ -119,20 +119,6 @@ def test_training_continues_with_the_codewords_of_the_official_code(path):
     assert min(errors(None)) > 0.1  # with the official scale, old statistics have too much weight
 
 
-@pytest.mark.parametrize("head_type", ["shga", "mqa", "mha"])
-def test_official_reductions_give_the_same_logits(head_type):
-    paths = [path for path in FILES if path.stem.endswith(head_type) and "vq" in path.stem]
-    data = read(paths[0])
-    tokens = torch.from_numpy(data[""]["input"])
-    logits = [
-        load_official(data["param"], config_of(path), reduction_of(path))(tokens).logits
-        for path in paths
-    ]
-    assert len(logits) == 3
-    for other in logits[1:]:
-        assert_close("logits", other, logits[0], tolerance=1e-6)
-
-
 def test_loaded_codebooks_are_not_reinitialized_from_keys():
     data, config = golden("vq_serial_mqa")
     model = load_official(data["param"], dataclasses.replace(config, codebook_init="keys"))
@@ -189,58 +175,10 @@ def test_rescaling_keeps_codewords_and_logits_even_of_unused_codes(name):
     assert_close("logits", rescaled(tokens).logits, kept(tokens).logits, tolerance=1e-6)
 
 
-def test_a_power_of_two_of_blocks_keeps_logits_bitwise():
-    data, config = golden("vq_serial_shga")
-    tokens = torch.from_numpy(data[""]["input"])
-    kept = load_official(data["param"], config)(tokens).logits
-    assert torch.equal(load_official(data["param"], config, sequence_len=32)(tokens).logits, kept)
-
-
-def test_rescaled_counts_are_compared_with_revive_below():
-    data, config = golden("vq_serial_mqa")
-    config = dataclasses.replace(config, revive_below=0.1)
-    params = with_counts(data["param"], [0.3])  # 0.05 after the division by 6
-    tokens = torch.from_numpy(data[""]["input"])
-
-    def is_revived(sequence_len):
-        model = load_official(params, config, sequence_len=sequence_len)
-        usages = model(tokens).code_usage
-        # Candidates of a batch that hardly uses any code.
-        quiet = [dataclasses.replace(u, sum=0 * u.sum, count=0 * u.count + 1e-9) for u in usages]
-        model.update_codebooks(quiet)
-        return float(model.branches[0].quantizer.c_count[0, 0]) == 1.0
-
-    assert is_revived(SEQUENCE_LEN)
-    assert not is_revived(None)
-
-
 def test_statistics_keep_their_scale_if_the_sequence_length_is_unknown():
     data, config = golden("vq_serial_mqa")
     model = load_official(data["param"], config)
     assert np.array_equal(model.branches[0].quantizer.c_count, data["param"][COUNTS][0, 0])
-
-
-def test_sequence_len_of_official_config_files_is_the_default(monkeypatch):
-    data, config = golden("vq_serial_mqa")
-    monkeypatch.setitem(OFFICIAL_SEQUENCE_LEN, (16, 2, 8, 32), SEQUENCE_LEN)
-    model = load_official(data["param"], config)
-    want = torch.from_numpy(data["param"][COUNTS][0, 0]) / N_BLOCKS
-    assert_close("counts", model.branches[0].quantizer.c_count, want)
-
-
-@pytest.mark.parametrize(
-    ("preset", "vocab_size", "sequence_len"),
-    [
-        ("enwik8-190m", 259, 8192),
-        ("pg19-1.3b", 32_000, 8192),
-        ("imagenet64-1.2b", 259, 12_288),
-        ("tiny", 259, None),
-    ],
-)
-def test_official_sequence_lengths_are_known_for_official_sizes(preset, vocab_size, sequence_len):
-    config = dataclasses.replace(PRESETS[preset].model, vocab_size=vocab_size)
-    assert official_sequence_len(config) == sequence_len
-    assert sequence_len in (None, PRESETS[preset].train.seq_len)
 
 
 @pytest.mark.parametrize("sequence_len", [0, -48, 16, 47])

@@ -1,8 +1,5 @@
 """Figures of training runs."""
 
-from itertools import pairwise
-from pathlib import Path
-
 import pytest
 from helpers import tiny_run
 from matplotlib.figure import Figure
@@ -11,13 +8,13 @@ from transformer_vq.errors import UserError
 from transformer_vq.files import write_json
 from transformer_vq.plots import (
     MIN_TOKENS,
-    plot_comparison,
+    compare_runs,
     plot_positions,
     plot_run,
     positions,
-    run_names,
 )
 from transformer_vq.training.evaluate import evaluate
+from transformer_vq.training.metrics import write_rows
 from transformer_vq.training.run import train
 
 PNG = b"\x89PNG"
@@ -61,7 +58,6 @@ def test_positions_with_few_tokens_are_left_out(tmp_path, monkeypatch):
     plot_positions({"split": "test", "protocols": {"streaming": result}}, tmp_path / "a.png")
     (line,) = figures[0].axes[0].lines
     assert len(line.get_xdata()) == 2
-    assert "2 with fewer than 100 tokens" in figures[0].get_supxlabel()
 
 
 def run_rows(n_steps, loss, log_every=1):
@@ -77,32 +73,23 @@ def run_rows(n_steps, loss, log_every=1):
     return rows
 
 
-def test_comparison_labels_every_run_at_the_right(tmp_path, monkeypatch):
+@pytest.mark.parametrize("x", ["step", "tokens", "time"])
+def test_comparison_names_every_run_with_its_last_loss(tmp_path, monkeypatch, x):
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    runs = {f"run-{i}": run_rows(20 + 10 * i, 1 + i / 10) for i in range(8)}
-    plot_comparison(runs, tmp_path / "a.png")
-    (axes,) = figures[0].axes
-    labels = [text.get_text() for text in axes.texts]
-    assert labels == [f"{name}  {rows[-1]['bits_per_byte']:.3f}" for name, rows in runs.items()]
-    assert {text.xy[0] for text in axes.texts} == {90}
-    boxes = sorted((text.get_window_extent() for text in axes.texts), key=lambda box: box.y0)
-    for low, high in pairwise(boxes):
-        assert low.y1 <= high.y0 + 1
-    assert len({text.get_color() for text in axes.texts}) == 8
-
-
-def test_comparison_of_runs_without_validation_shows_the_training_loss(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
-    rows = [row for row in run_rows(5, 1.0) if row["kind"] == "train"]
-    plot_comparison(
-        {"a": rows, "a name that is far too long to be shown": rows}, tmp_path / "a.png"
-    )
-    short, long = (text.get_text() for text in figures[0].axes[0].texts)
-    assert short == f"a  {rows[-1]['bits_per_byte']:.3f}"
-    assert long.startswith("...")
-    assert len(long) < 35
+    runs = [tmp_path / "a" / "base", tmp_path / "b" / "base", tmp_path / "wide"]
+    all_rows = [run_rows(20 + 10 * i, 1 + i / 10) for i in range(3)]
+    all_rows[2] = [row for row in all_rows[2] if row["kind"] == "train"]  # never validated
+    for run, rows in zip(runs, all_rows, strict=True):
+        run.mkdir(parents=True)
+        write_rows(run / "metrics.jsonl", rows)
+    compare_runs(runs, tmp_path / "a.png", x)
+    labels = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    losses = [f"{rows[-1]['bits_per_byte']:.3f}" for rows in all_rows]
+    names = [str(runs[0]), str(runs[1]), "wide"]
+    assert labels == [f"{name}  {loss}" for name, loss in zip(names, losses, strict=True)]
+    with pytest.raises(UserError, match="twice"):
+        compare_runs([runs[0], runs[0]], tmp_path / "a.png")
 
 
 def test_positions_count_steps_that_were_not_logged():
@@ -111,10 +98,3 @@ def test_positions_count_steps_that_were_not_logged():
     assert positions(every, "tokens")[-1] == positions(some, "tokens")[-1] == 2000
     assert positions(every, "time")[-1] == positions(some, "time")[-1] == 20 * 0.5 + 3 * 3.0
     assert positions(every, "tokens") == sorted(positions(every, "tokens"))
-
-
-def test_runs_with_the_same_name_are_named_by_their_path():
-    paths = [Path("/r/a/base"), Path("/r/b/base"), Path("/r/wide")]
-    assert run_names(paths) == ["/r/a/base", "/r/b/base", "wide"]
-    with pytest.raises(UserError, match="twice"):
-        run_names([Path("/r/a"), Path("/r/a")])

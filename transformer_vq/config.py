@@ -388,9 +388,9 @@ class TrainConfig:
     batch_size: Rows = 128
     """Sequences per step."""
     seq_len: Count = 8192
-    """Tokens per sequence; the state is carried from the first window to the last."""
+    """Tokens per sequence; the state is carried from the first span to the last."""
     backprop_len: Count = 2048
-    """Tokens per window of truncated backpropagation through time."""
+    """Tokens per span of truncated backpropagation through time."""
     weight_average: BelowOne = 0.0
     """Decay of an exponential moving average of the weights, which is then validated and saved as
     the best model; 0 disables it."""

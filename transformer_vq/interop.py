@@ -36,13 +36,6 @@ _ATTENTION = {
 }
 _FEED_FORWARD = {"in_proj.weight": "Dense_0/kernel", "out_proj.weight": "Dense_1/kernel"}
 
-OFFICIAL_SEQUENCE_LEN = {
-    (768, 24, 512, 259): 8192,  # enwik8
-    (2048, 24, 512, 32_000): 8192,  # PG-19
-    (2048, 24, 512, 259): 12_288,  # ImageNet64
-}
-"""Tokens per sequence in the official config files, by d_model, n_layer, block_len, vocab_size."""
-
 MIN_COUNT = 0.01  # codeword = sum / max(count, MIN_COUNT), here and in the official code
 _OLD = re.compile(r"^stack/ScannedAttnOld_(\d)/[^/]*(VQ|Full)AttentionOld_0/")
 
@@ -102,9 +95,8 @@ def load_official(
     params: maps flattened names, such as "stack/VQAttention_0/res_proj/kernel", to arrays.
     sequence_len: tokens per sequence in the official training, which determines the scale of the
     codebook statistics. It does not affect the codewords, so it only matters if training continues.
-    None uses the value of the official config file with these sizes (`OFFICIAL_SEQUENCE_LEN`); for
-    other sizes it is unknown, and the statistics keep the official scale. Not needed for the
-    attention types "vq_old" and "full", which have no such scale.
+    With None, the statistics keep the official scale. Not needed for the attention types "vq_old"
+    and "full", which have no such scale.
     Raises ValueError if names or shapes do not match the config.
     """
     n_blocks = _statistics_scale(params, config, sequence_len)
@@ -142,20 +134,14 @@ def load_official(
     return model
 
 
-def official_sequence_len(config: ModelConfig) -> int | None:
-    """Return the tokens per sequence of the official config file with these sizes, if any."""
-    sizes = (config.d_model, config.n_layer, config.block_len, config.vocab_size)
-    return OFFICIAL_SEQUENCE_LEN.get(sizes)
-
-
 def _statistics_scale(
     params: Mapping[str, Any], config: ModelConfig, sequence_len: int | None
 ) -> int:
     """Return the factor by which codebook statistics are larger than ours; 1 if unknown."""
     block_len = config.block_len
     if sequence_len is None:
-        sequence_len = official_sequence_len(config) or block_len
-    elif sequence_len % block_len or sequence_len < 3 * block_len:
+        return 1
+    if sequence_len % block_len or sequence_len < 3 * block_len:
         raise UserError(
             f"sequence_len={sequence_len}: the official code needs at least 3 blocks of "
             f"block_len={block_len} tokens, and whole ones; use the sequence_len of its config"

@@ -15,25 +15,8 @@ def peak_bytes(device: torch.device | None = None) -> int:
         return torch.cuda.max_memory_allocated(device)
     try:
         # getrusage would include the peak of the process from which this one was forked.
-        return _status_bytes("VmHWM")
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) * 1024
     except (OSError, IndexError):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else 1024 * peak
-
-
-def peak_bytes_of(pid: int) -> int | None:
-    """Return the peak resident memory of another process; None if the system does not tell."""
-    try:
-        return _status_bytes("VmHWM", pid)
-    except (OSError, IndexError):
-        return None
-
-
-def allocated_bytes() -> int:
-    """Return the memory that this process has allocated, resident or not; Linux only."""
-    return _status_bytes("VmData")
-
-
-def _status_bytes(field: str, process: int | str = "self") -> int:
-    status = Path(f"/proc/{process}/status").read_text()
-    return int(status.split(f"{field}:")[1].split()[0]) * 1024

@@ -96,9 +96,6 @@ class TerminalReporter:
                 self.quiet = True
 
         console = QuietConsole(stderr=True)
-        if IS_SILENT or not console.is_terminal:
-            yield self._lines(what, total, unit, done)
-            return
         bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(20),
@@ -106,15 +103,21 @@ class TerminalReporter:
             TimeRemainingColumn(),
             TextColumn("{task.fields[note]}"),
             console=console,
+            disable=IS_SILENT or not console.is_terminal,
         )
         task = bar.add_task(what, total=total, completed=int(done), count="", note="")
-        shown = ""
+        shown, last = "", time.monotonic()
 
         def advance(n: float, note: str | None = None) -> None:
-            nonlocal done, shown
+            nonlocal done, shown, last
             done += n
             shown = shown if note is None else note
-            bar.update(task, advance=n, count=_count(done, total, unit), note=shown)
+            count = f"{short(done)}{'' if total is None else f'/{short(total)}'} {unit}"
+            if not bar.disable:
+                bar.update(task, advance=n, count=count, note=shown)
+            elif time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                self.info(f"{what}: {count}{', ' if shown else ''}{shown}")
 
         # A closed terminal must not end the work: the result is still wanted.
         with suppress(OSError):
@@ -125,18 +128,6 @@ class TerminalReporter:
             with suppress(OSError):
                 bar.stop()
 
-    def _lines(self, what: str, total: float | None, unit: str, done: float) -> Advance:
-        last = time.monotonic()
-
-        def advance(n: float, note: str = "") -> None:
-            nonlocal done, last
-            done += n
-            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
-                last = time.monotonic()
-                self.info(f"{what}: {_count(done, total, unit)}{', ' if note else ''}{note}")
-
-        return advance
-
     def info(self, message: str) -> None:
         """Print one line to stderr; a closed stderr is not an error."""
         if not IS_SILENT:
@@ -145,10 +136,6 @@ class TerminalReporter:
 
     def warn(self, message: str) -> None:
         self.info(message)
-
-
-def _count(done: float, total: float | None, unit: str) -> str:
-    return f"{short(done)} {unit}" if total is None else f"{short(done)}/{short(total)} {unit}"
 
 
 def short(n: float) -> str:

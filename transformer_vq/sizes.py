@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from transformer_vq.config import ModelConfig, Precision, RunConfig
-from transformer_vq.device import find_device, has_fast_bf16, meta_device, total_memory
+from transformer_vq.device import meta_device, total_memory
 from transformer_vq.errors import UserError
-from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.parallel.strategy import check_mesh
 from transformer_vq.parallel.tensor_parallel import shard_heads, sharded_axes
@@ -23,6 +22,10 @@ from transformer_vq.parallel.world import World
 from transformer_vq.progress import warn
 
 FLOAT_BYTES = 4  # of a float32
+MEMORY_HINT = (
+    "reduce --train.batch-size or raise --train.accumulate, use --train.checkpoint-activations, or "
+    "use a smaller --train.backprop-len or --model.d-model"
+)
 USABLE_MEMORY = 0.7  # fraction of a device's memory that `choose_accumulation` plans with
 
 # Peak rates in TFLOP/s for bf16, TF32 and fp32: the vendors' figures for dense matrix products with
@@ -123,38 +126,9 @@ def sizes(config: RunConfig) -> Sizes:
         state_bytes=_state_bytes(config.model, config.train.seq_len),
         weight_bytes=FLOAT_BYTES * (resident + gathered + codebooks),
         optimizer_bytes=FLOAT_BYTES * optimizer,
-        activation_bytes=_activation_bytes(config, _n_segments(model, config)),
+        activation_bytes=_activation_bytes(config),
         average_bytes=FLOAT_BYTES * resident if config.train.weight_average else 0,
     )
-
-
-def memory_hint(config: RunConfig) -> str:
-    """Return advice on which options reduce the memory of this run."""
-    model, train = config.model, config.train
-    advice = []
-    n_rows = train.batch_size // config.parallel.n_rows
-    if n_rows > 1:
-        advice.append("reduce --train.batch-size")
-        if 0 < train.accumulate < n_rows:
-            advice[0] += " or raise --train.accumulate"
-    if not train.checkpoint_activations:
-        advice.append("use --train.checkpoint-activations")
-    device = _device(train.device)
-    if train.precision == "fp32" and device is not None and has_fast_bf16(device):
-        advice.append("use --train.precision bf16")
-    smaller = ["--train.seq-len"] if model.attention == "full" else []
-    if train.backprop_len > model.block_len:
-        smaller.append("--train.backprop-len")
-    advice.append(f"use a smaller {' or '.join([*smaller, '--model.d-model'])}")
-    return ", or ".join(filter(None, [", ".join(advice[:-1]), advice[-1]]))
-
-
-def _device(name: str) -> torch.device | None:
-    """Return the device of a run, or None if it does not exist."""
-    try:
-        return find_device(name)
-    except UserError:  # reported when the run starts
-        return None
 
 
 def choose_accumulation(config: RunConfig, world: World) -> RunConfig:
@@ -174,7 +148,7 @@ def choose_accumulation(config: RunConfig, world: World) -> RunConfig:
         if world.smallest(needed <= USABLE_MEMORY * memory):
             break
     else:
-        warn(f"one sequence at a time may not fit in memory; {memory_hint(chosen)}")
+        warn(f"one sequence at a time may not fit in memory; {MEMORY_HINT}")
     return chosen
 
 
@@ -185,7 +159,7 @@ def check_memory(config: RunConfig, world: World) -> None:
     if needed > total:
         raise UserError(
             f"out of memory: weights, gradients and optimizer take {needed / 1e9:,.1f} GB, this "
-            f"device has {total / 1e9:,.1f} GB; {memory_hint(config)}"
+            f"device has {total / 1e9:,.1f} GB; {MEMORY_HINT}"
         )
 
 
@@ -258,18 +232,16 @@ def _state_bytes(config: ModelConfig, seq_len: int, n_bytes: int = FLOAT_BYTES, 
     return config.n_layer * config.n_attention * (kv_heads * per_head + position)
 
 
-def _activation_bytes(config: RunConfig, n_segments: int) -> int:
+def _activation_bytes(config: RunConfig) -> int:
     """Return the peak memory of the backward pass of one micro-batch, without weights.
 
     It includes the tensors saved by autograd, the states before and after the span, the logits,
     and the gradients of one branch's scores and values. It excludes the positional embeddings,
     which have no batch dimension, and memory that the allocator reserves without using it.
-
-    n_segments: segments of a span in an attention branch. Activation checkpointing keeps the
-    state before each segment, and recomputes one segment at a time.
+    With activation checkpointing, one branch is recomputed at a time.
     """
     model, train, mesh = config.model, config.train, config.parallel
-    n_rows = _micro_batch(config)
+    n_rows = train.batch_size // (mesh.n_rows * max(train.accumulate, 1))  # of a micro-batch
     geometry, d_ff = shard_heads(model.layer.heads, mesh.tp), model.d_ff // mesh.tp
     heads, kv_heads, d_v = geometry.n_head, geometry.n_kv_head, geometry.d_v
     n_bytes = 2 if train.precision == "bf16" else FLOAT_BYTES
@@ -303,31 +275,12 @@ def _activation_bytes(config: RunConfig, n_segments: int) -> int:
     logits = 3 * FLOAT_BYTES * model.vocab_size
     if train.checkpoint_activations:
         inputs = 2 * model.n_layer * FLOAT_BYTES * model.d_model
-        recomputed = max(attention + gradients, n_segments * feed_forward) // n_segments
-        per_token = inputs + recomputed + logits
-        state_after *= n_segments
+        per_token = inputs + max(attention + gradients, feed_forward) + logits
     else:
         per_layer = attention * model.n_attention + feed_forward
         per_token = model.n_layer * per_layer + gradients + logits
     carried = train.batch_size // mesh.n_rows * state_before
     return tokens * per_token + carried + n_rows * state_after
-
-
-def _micro_batch(config: RunConfig) -> int:
-    """Return the number of sequences per forward pass; `accumulate=0` counts as 1."""
-    n_parts = config.parallel.n_rows * max(config.train.accumulate, 1)
-    return config.train.batch_size // n_parts
-
-
-def _n_segments(model: TransformerVQ, config: RunConfig) -> int:
-    """Return the number of segments in which an attention branch processes a span."""
-    train, attention = config.train, model.branches[0]
-    if not isinstance(attention, VQAttention) or config.parallel.cp > 1:
-        return 1
-    segment_len = attention.segment_len(
-        _micro_batch(config), train.backprop_len, _device(train.device)
-    )
-    return -(-train.backprop_len // segment_len)
 
 
 def _adafactor_elements(shape: torch.Size, n_parts: int = 1, min_factored: int = 128) -> int:

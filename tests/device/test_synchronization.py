@@ -24,7 +24,7 @@ EVALUATION = ("evaluate windows", "evaluate streams")
 DECODING = ("decode", "decode full attention", "sample")
 # Each allowed wait with its reason. Training steps have none.
 LOGGING_WAITS = {
-    "training/step.py:check_losses, read": "a logged step reads the losses since the last one",
+    "training/step.py:check_finite, read": "a logged step reads the losses since the last one",
     "device.py:tolist, event": "codebook health, queued before the losses: no second wait",
 }
 EVALUATION_WAITS = {"evaluation.py:score, read": "the totals, once at the end"}

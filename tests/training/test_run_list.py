@@ -58,7 +58,6 @@ def test_stopped_and_running_runs_are_told_apart(tmp_path, monkeypatch):
         ("config.json", b"{"),
         ("config.json", b"[]"),
         ("config.json", b'{"model": 3}'),
-        ("metrics.jsonl", b"not JSON\n[]\n"),
         ("checkpoints/step-*/training.json", b"\xff"),
     ],
 )
@@ -68,13 +67,6 @@ def test_damaged_runs_are_corrupt(run, name, content):
     found = summarize(run)
     assert found.status == "corrupt"
     assert found.bytes > 0
-
-
-def test_unfinished_and_corrupt_lines_of_metrics_are_skipped(run):
-    before = summarize(run)
-    with open(run / "metrics.jsonl", "ab") as file:
-        file.write(b'garbage "validation"\n{"kind": "validation", "bits_per_byte": NaN}\n{"kind')
-    assert summarize(run).best_bits_per_byte == before.best_bits_per_byte
 
 
 def test_runs_are_found_in_subfolders_but_not_in_runs(tmp_path):

@@ -187,24 +187,6 @@ def test_resume_after_a_signal_is_exact(runs, tmp_path, name, moment):
     runs.assert_same(run)
 
 
-TWICE = {
-    "step": (in_step(4), in_step(7)),
-    "validation": (in_validation(5), in_validation(1)),
-    "checkpoint": (in_rename("step-00000008"), in_append("train", 10)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
-@pytest.mark.parametrize("moments", TWICE)
-def test_resume_after_two_interruptions_is_exact(runs, tmp_path, name, moments):
-    run, interruption, (first, second) = tmp_path / "run", INTERRUPTIONS[name], TWICE[moments]
-    assert runs.train(run, sends(first, interruption)).status == interruption.status
-    assert runs.resume(run, sends(second, interruption)).status == interruption.status
-    assert runs.resume(run).status == 0
-    runs.assert_same(run)
-
-
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "SIGINT")) for name in INTERRUPTIONS],

@@ -226,9 +226,9 @@ def _value(arguments: list[str], option: str) -> str | None:
 
 def _with_initial_model(base: RunConfig | None, init_from: str) -> RunConfig:
     """Return a config with the model of a run or file, and without a tokenizer of its own."""
-    from transformer_vq.training.loading import initial_model_config
+    from transformer_vq.training.loading import InitialModel
 
-    model: ModelConfig = initial_model_config(init_from)
+    model: ModelConfig = InitialModel(init_from).config
     base = RunConfig(model) if base is None else dataclasses.replace(base, model=model)
     data = dataclasses.replace(base.data, tokenizer=None)
     if model.vocab_size in (256, 257):  # bytes, without and with an end of documents

@@ -27,12 +27,12 @@ def run(arguments: list[str]) -> int:
     options = parse(TrainOptions, arguments, "train", TrainOptions(config))
 
     from transformer_vq.device import keep_freed_memory
-    from transformer_vq.sizes import memory_hint
+    from transformer_vq.sizes import MEMORY_HINT
     from transformer_vq.threads import share_cores
     from transformer_vq.training.run import train
 
     keep_freed_memory()
     share_cores()
     out = Path("runs", name) if options.out is None else options.out
-    with out_of_memory_advice(memory_hint(options.run)):
+    with out_of_memory_advice(MEMORY_HINT):
         return print_training_result(train(options.run, out), options.json)

@@ -101,8 +101,6 @@ class Progress:
     """Number of completed steps."""
     validated_at: int = 0
     """Step of the last validation; 0 before the first one."""
-    logged_at: int = 0
-    """Step of the last training row in metrics.jsonl; 0 before the first one."""
     best_loss: float | None = None
     """Lowest validation loss, in nats per token; None before the first validation."""
     best_bits_per_byte: float | None = None
@@ -158,8 +156,6 @@ def read_config(run: Path) -> RunConfig:
         values = read_object(path)
     except CorruptFileError as error:
         raise CheckpointError(f"{error}; {fix}") from error
-    if not isinstance(values.get("model"), dict):
-        raise CheckpointError(f"{path} is not the config of a run; {fix}")
     if (found := values.pop("format", 1)) != FORMAT:
         raise CheckpointError(
             f"{run} was written by another version of transformer_vq (format {found!r:.20}, this "
@@ -210,12 +206,17 @@ def read_tokenizer(run: Path, config: RunConfig | None = None) -> Tokenizer:
 
 
 @contextmanager
-def locked(run: Path) -> Iterator[None]:
-    """Lock a run folder, so that only one process at a time writes to it.
+def locked(run: Path, is_rank_zero: bool = True) -> Iterator[None]:
+    """Create and lock a run folder, so that only one process at a time writes to it.
 
-    Raises CheckpointError if another process holds the lock, which ends with that process.
+    Other ranks than rank 0 do nothing. Raises CheckpointError if another process holds the lock,
+    which ends with that process.
     Temporary files of killed processes are removed.
     """
+    if not is_rank_zero:
+        yield
+        return
+    run.mkdir(parents=True, exist_ok=True)
     error = CheckpointError(f"{run} is in use by another process; wait for it or stop it")
     with lock_folder(run, error):
         for folder in (run, run / CHECKPOINTS, run / BEST):

@@ -15,7 +15,7 @@ from transformer_vq.data.paths import SPLITS
 from transformer_vq.data.prepare import prepare
 from transformer_vq.data.tokenizers import TOKENIZER_FILES
 from transformer_vq.errors import UserError
-from transformer_vq.evaluation import Evaluation, Protocol, check_sizes, score
+from transformer_vq.evaluation import Evaluation, Protocol, score
 from transformer_vq.progress import Reporter, progress_bar, reporting
 from transformer_vq.training.checkpoint import load_model, read_config, read_tokenizer
 from transformer_vq.training.packaged import find_run, is_packaged
@@ -65,7 +65,6 @@ def evaluate(
     grows with the length. checkpoint: best, last or a step. seq_len, batch_size: those of the run
     by default. max_tokens: score only the start of the split.
     """
-    check_sizes(seq_len=seq_len, batch_size=batch_size, max_tokens=max_tokens)
     name, run = str(run), find_run(run)
     config = read_config(run)
     train = config.train

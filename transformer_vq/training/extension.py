@@ -12,6 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from transformer_vq.config import FREE_FIELDS, RunConfig
+from transformer_vq.parallel.world import World
 from transformer_vq.progress import info
 from transformer_vq.training.checkpoint import (
     Checkpoint,
@@ -39,18 +40,21 @@ def check_same_run(
 
 
 def find_checkpoint(
-    run: Path, stored: RunConfig, config: RunConfig, allow_schedule_change: bool
+    run: Path, stored: RunConfig, config: RunConfig, world: World, allow_schedule_change: bool
 ) -> tuple[Checkpoint | None, int]:
     """Return the checkpoint to resume from, and the step of the newest one.
 
-    It is the newest one, or that at the start of the decay; None for the start of the run.
-    Raises CheckpointError if the change from `stored` to `config` is not possible.
+    It is the newest one, or that at the start of the decay; None for the start of the run. Rank 0
+    decides for all ranks. Raises CheckpointError if the change from `stored` to `config` is not
+    possible.
     """
-    newest = newest_checkpoint(run)
-    done = 0 if newest is None else newest.step
-    step = resume_step(run, stored, config, done, allow_schedule_change)
-    if step in (0, done):
-        return (newest if step == done else None), done
+    newest = newest_checkpoint(run) if world.is_rank_zero else None
+    done = step = 0 if newest is None else newest.step
+    if world.is_rank_zero:
+        step = resume_step(run, stored, config, done, allow_schedule_change)
+    done, step = world.from_rank_zero(done), world.from_rank_zero(step)
+    if step == 0 or (newest is not None and step == newest.step):
+        return (newest if step else None), done
     try:
         return load_checkpoint(run, step), done
     except CheckpointError as error:
@@ -99,10 +103,8 @@ def resume_step(
 def report_changes(stored: RunConfig, config: RunConfig, newest: int, step: int) -> None:
     """Report which steps are trained again, and a jump of the learning rate."""
     if step < newest:
-        again = (
-            f"step {newest:,} is" if step + 1 == newest else f"steps {step + 1:,}-{newest:,} are"
-        )
-        info(f"extending from step {step:,} (before the decay): {again} trained again")
+        again = f"steps {step + 1:,}-{newest:,} are trained again"
+        info(f"extending from step {step:,} (before the decay): {again}")
     old, new = (
         learning_rate(c.optim, min(step, c.train.steps), c.train.steps) for c in (stored, config)
     )

@@ -6,7 +6,6 @@ which is a run folder, a model file or an exported folder. transformers itself i
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import fields
 from fnmatch import fnmatch
@@ -135,19 +134,15 @@ def _load_export(folder: Path, values: dict[str, Any]) -> TransformerVQ:
             ) from error
     with meta_device():
         model = TransformerVQ(_exported_config(values))
-    wanted = model.state_dict()
-    wrong = sorted(
-        name
-        for name in wanted.keys() | tensors.keys()
-        if getattr(wanted.get(name), "shape", None) != getattr(tensors.get(name), "shape", None)
-    )
-    if wrong:
+    try:
+        model.load_state_dict(tensors, assign=True)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip()
         raise CheckpointError(
-            f"{folder} does not contain the tensors of its config: {wrong[0]} and {len(wrong) - 1} "
-            "more are missing, unknown or of another shape; export the model again"
-        )
+            f"{folder} does not contain the tensors of its config: {reason:.200}; export the model "
+            "again"
+        ) from error
     check_tensors(folder, tensors, model)
-    model.load_state_dict(tensors, assign=True)
     return model
 
 
@@ -189,12 +184,10 @@ class InitialModel:
         self._export: dict[str, Any] | None = None
         self._run: RunConfig | None = None
         if self.path.is_file():
-            self.config = _config_of_file(self.path)
+            self.config = TransformerVQ.load(self.path).config
         elif not (self.path / CONFIG).is_file():
-            is_folder = self.path.is_dir()
-            what = "is not a run or exported folder (no config.json)" if is_folder else ""
             raise CheckpointError(
-                f"--train.init-from {init_from} {what or 'does not exist'}; give a run folder, a "
+                f"--train.init-from {init_from} does not contain a model; give a run folder, a "
                 "model file (.safetensors) or a folder written by `tvq export`"
             )
         else:
@@ -255,12 +248,7 @@ class InitialModel:
         has_bytes = own is None or own.sha256 is None
         if data.tokenizer_name == "bytes" and has_bytes and n_tokens in (256, 257):
             fix = f"use --data.{'no-' if n_tokens == 256 else ''}end-of-document"
-        elif own is not None and is_same:
-            fix = (
-                "its vocabulary was resized; save it again after "
-                f"model.resize_token_embeddings({tokenizer.vocab_size})"
-            )
-        elif not has_bytes:
+        elif not is_same and not has_bytes:
             fix = "leave out --data.tokenizer"
         raise CheckpointError(
             f"--train.init-from {self.name} has {n_tokens:,} tokens ({_named(own)}), but the data "
@@ -268,25 +256,8 @@ class InitialModel:
         )
 
 
-def initial_model_config(init_from: str | os.PathLike[str]) -> ModelConfig:
-    """Return the model config of a run folder, model file or exported folder."""
-    return InitialModel(init_from).config
-
-
 def _named(tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return "unknown tokenizer"
     sha256 = tokenizer.sha256
     return "bytes" if sha256 is None else f"tokenizer {sha256[:12]}"
-
-
-def _config_of_file(path: Path) -> ModelConfig:
-    """Return the config in the metadata of a model file, without reading its tensors."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            config = json.loads((file.metadata() or {})["config"])
-    except (SafetensorError, OSError, KeyError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"--train.init-from {path} is not a model file; give one that TransformerVQ.save wrote"
-        ) from error
-    return ModelConfig.from_dict(config)

@@ -11,10 +11,9 @@ import hashlib
 import json
 import math
 import os
-import shlex
-import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -79,25 +78,13 @@ def finite(rows: list[Row], key: str) -> list[Row]:
     ]
 
 
-def rewind(run: Path, step: int, logged_at: int, validated_at: int) -> None:
+def rewind(run: Path, step: int, validated_at: int) -> None:
     """Remove the rows logged after a checkpoint, so that a resumed run logs every step once.
 
-    Warn if rows before it are missing. step: of the checkpoint. logged_at, validated_at: steps of
-    the last logged step and of the last validation before it.
+    step: of the checkpoint. validated_at: step of the last validation before it.
     """
     last = {"train": step, "validation": validated_at}
     rows = [row for row in read_metrics(run) if row["step"] <= last.get(row["kind"], step)]
-    found = {
-        kind: max((row["step"] for row in rows if row["kind"] == kind), default=0) for kind in last
-    }
-    gaps = []
-    if (first := found["train"] + 1) <= logged_at:
-        steps = f"step {first:,}" if first == logged_at else f"steps {first:,} to {logged_at:,}"
-        gaps.append(steps)
-    if found["validation"] < validated_at:
-        gaps.append(f"the validation of step {validated_at:,}")
-    if gaps:
-        warn(f"{run / METRICS} is incomplete: the rows of {' and '.join(gaps)} are missing")
     write_rows(run / METRICS, rows)
 
 
@@ -116,10 +103,11 @@ class MetricsLog:
         if not enabled:
             return
         if config.train.tensorboard:
+            package = _package("torch.utils.tensorboard", "tensorboard")
             folder = str(run / "tensorboard")
-            self._tensorboard = _summary_writer()(folder, purge_step=step + 1)
+            self._tensorboard = package.SummaryWriter(folder, purge_step=step + 1)
         if config.train.wandb is not None:
-            self._wandb = _wandb().init(
+            self._wandb = _package("wandb", "wandb").init(
                 project=config.train.wandb,
                 name=run.name,
                 id=hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16],
@@ -158,33 +146,25 @@ class MetricsLog:
 def check_loggers(config: RunConfig) -> None:
     """Raise UserError if a logger is enabled whose package is not installed."""
     if config.train.tensorboard:
-        _summary_writer()
+        _package("torch.utils.tensorboard", "tensorboard")
     if config.train.wandb is not None:
-        _wandb()
+        _package("wandb", "wandb")
 
 
-def _summary_writer() -> Any:
+def _package(name: str, option: str) -> Any:
+    """Import the package of a logger."""
     try:
-        from torch.utils.tensorboard import SummaryWriter
+        return import_module(name)
     except ImportError:
-        raise missing_extra("--train.tensorboard", "tensorboard") from None
-    return SummaryWriter
-
-
-def _wandb() -> Any:
-    try:
-        import wandb
-    except ImportError:
-        raise missing_extra("--train.wandb", "wandb") from None
-    return wandb
+        raise missing_extra(f"--train.{option}", option) from None
 
 
 def read_history(run: str | os.PathLike[str]) -> list[Row]:
     """Return the events of a run, oldest first; an empty list if none are recorded.
 
     Each row has `time` (ISO 8601, UTC), `event` ("start", "resume", "extend", "finish" or "stop"),
-    `step` (completed steps), `changed` (config fields with the old and the new value), `version`,
-    `torch`, `device`, `processes` and `command` (None if Python code started the run).
+    `step` (completed steps), `changed` (config fields with the old and the new value) and `version`
+    (of this package).
     """
     return read_rows(Path(run) / HISTORY, event=str, step=int)
 
@@ -201,34 +181,18 @@ def record(
     The file is replaced as a whole, so a crash cannot leave an unfinished line. If it cannot be
     written, warn; training continues.
     """
-    if not world.is_rank_zero:
-        return
-    import torch
-
     from transformer_vq import __version__
 
+    if not world.is_rank_zero:
+        return
     row = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "event": event,
         "step": step,
         "changed": {name: list(values) for name, values in (changed or {}).items()},
         "version": __version__,
-        "torch": str(torch.__version__),
-        "device": str(world.device),
-        "processes": world.mesh.n_processes,
-        "command": _command(),
     }
     try:
         write_rows(run / HISTORY, [*read_history(run), row])
     except OSError as error:
         warn(f"cannot write {run / HISTORY}: {error}")
-
-
-def _command() -> str | None:
-    """Return the command line if the command `tvq` is running, else None."""
-    program = Path(sys.argv[0])
-    if program.name == "tvq":
-        return shlex.join(["tvq", *sys.argv[1:]])
-    if program.parts[-2:] == ("transformer_vq", "__main__.py"):
-        return shlex.join(["python", "-m", "transformer_vq", *sys.argv[1:]])
-    return None

@@ -142,26 +142,17 @@ class Adafactor(torch.optim.Optimizer):
     dimensions have at least `min_factored` elements.
     """
 
+    min_factored = 128
+    min_scale = 1e-3
+
     def __init__(
         self,
         params: Iterable[Any],
         lr: float = 0.01,
         *,
         update_clip: float = 1.0,
-        decay_exponent: float = 0.8,
-        min_factored: int = 128,
-        min_scale: float = 1e-3,
-        eps: float = 1e-30,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "update_clip": update_clip,
-            "decay_exponent": decay_exponent,
-            "min_factored": min_factored,
-            "min_scale": min_scale,
-            "eps": eps,
-            "decay_per_step": 0.0,
-        }
+        defaults = {"lr": lr, "update_clip": update_clip, "decay_per_step": 0.0}
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -171,7 +162,7 @@ class Adafactor(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is not None:
                     update = self._direction(p, self.state[p], group)
-                    scale = _rms(p).clamp(min=group["min_scale"])
+                    scale = _rms(p).clamp(min=self.min_scale)
                     p.mul_(1 - group["decay_per_step"])
                     p.sub_(update * (group["lr"] * scale))
         return loss
@@ -181,8 +172,8 @@ class Adafactor(torch.optim.Optimizer):
 
         The gradient is divided by the root of its second moment, which is updated in `state`.
         """
-        squared = p.grad.square() + group["eps"]  # type: ignore[union-attr]
-        axes = _factored_axes(p, group["min_factored"])
+        squared = p.grad.square() + 1e-30  # type: ignore[union-attr]
+        axes = _factored_axes(p, self.min_factored)
         if not state:
             state["step"] = 0
             if axes is None:
@@ -191,7 +182,7 @@ class Adafactor(torch.optim.Optimizer):
                 state["v_row"] = torch.zeros_like(squared.mean(axes[1]))
                 state["v_col"] = torch.zeros_like(squared.mean(axes[0]))
         state["step"] += 1
-        beta2 = 1 - state["step"] ** -group["decay_exponent"]
+        beta2 = 1 - state["step"] ** -0.8
         if axes is None:
             state["v"].lerp_(squared, 1 - beta2)
             update = p.grad * state["v"].rsqrt()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,11 +20,9 @@ from transformer_vq.parallel.world import World, join_world
 from transformer_vq.progress import Reporter, reporting, warn
 from transformer_vq.sizes import check_memory, choose_accumulation
 from transformer_vq.training.checkpoint import (
-    Checkpoint,
     CheckpointError,
     Progress,
     TrainingResult,
-    load_checkpoint,
     locked,
     original_config,
     read_config,
@@ -95,7 +91,7 @@ def train(
                 "steps, before the peak learning rate; use a shorter warm-up"
             )
         trainer = _new_trainer(config, start, world)
-        with _locked_by_rank_zero(run, world):
+        with locked(run, world.is_rank_zero):
             _check_is_new(run, world)  # another process may have started a run in the meantime
             if world.is_rank_zero:
                 write_config(run, config, corpus.tokenizer())
@@ -169,11 +165,11 @@ def _resume(
     config = choose_accumulation(wanted, world)
     corpus = _prepare_corpus(config, world)
     batches = training_batches(config, corpus)
-    with _locked_by_rank_zero(run, world):
+    with locked(run, world.is_rank_zero):
         if world.is_rank_zero and read_config(run) != current:
             raise CheckpointError(f"{run} was changed by another process; resume it again")
         _check_same_vocabulary(run, current, corpus)
-        checkpoint, newest = _find_checkpoint(run, stored, config, world, allow_schedule_change)
+        checkpoint, newest = find_checkpoint(run, stored, config, world, allow_schedule_change)
         if checkpoint is None:
             if newest == 0:
                 warn(f"{run} has no checkpoint yet; starting from the first step")
@@ -200,23 +196,9 @@ def _resume(
             if progress.step < newest:
                 remove_checkpoints_after(run, progress.step)
             restore_best(run, checkpoint)
-            rewind(run, progress.step, progress.logged_at, progress.validated_at)
+            rewind(run, progress.step, progress.validated_at)
             write_config(run, config)
         return _run_loop(TrainingLoop(run, config, corpus, batches, trainer, progress))
-
-
-def _find_checkpoint(
-    run: Path, stored: RunConfig, config: RunConfig, world: World, allow_schedule_change: bool
-) -> tuple[Checkpoint | None, int]:
-    """Return the checkpoint to resume from and the newest step; rank 0 decides for all ranks."""
-    checkpoint, newest = None, 0
-    if world.is_rank_zero:
-        checkpoint, newest = find_checkpoint(run, stored, config, allow_schedule_change)
-    newest = world.from_rank_zero(newest)
-    step = world.from_rank_zero(0 if checkpoint is None else checkpoint.step)
-    if checkpoint is None and step > 0:  # on the other ranks
-        checkpoint = load_checkpoint(run, step)
-    return checkpoint, newest
 
 
 def _check_same_vocabulary(run: Path, config: RunConfig, corpus: Corpus) -> None:
@@ -225,11 +207,6 @@ def _check_same_vocabulary(run: Path, config: RunConfig, corpus: Corpus) -> None
         raise CheckpointError(
             f"the tokenizer of the data is not that of {run}; restore the file that was used when "
             "it was started, or start a new run"
-        )
-    if corpus.vocab_size != config.model.vocab_size:
-        raise CheckpointError(
-            f"{run / CONFIG}: model.vocab_size is {config.model.vocab_size}, but the data have "
-            f"{corpus.vocab_size} tokens; undo the edit"
         )
 
 
@@ -259,17 +236,6 @@ def _check_is_new(run: Path, world: World) -> None:
     for name in (METRICS, HISTORY, CHECKPOINTS, BEST):
         if (run / name).exists():
             raise CheckpointError(f"{run} contains {name} of something else; use another --out")
-
-
-@contextmanager
-def _locked_by_rank_zero(run: Path, world: World) -> Iterator[None]:
-    """Create the run folder and hold its lock; rank 0 does so for all ranks."""
-    if not world.is_rank_zero:
-        yield
-        return
-    run.mkdir(parents=True, exist_ok=True)
-    with locked(run):
-        yield
 
 
 def _prepare_corpus(config: RunConfig, world: World) -> Corpus:

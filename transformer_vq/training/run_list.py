@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import math
 import os
-from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformer_vq.config import RunConfig
 from transformer_vq.errors import UserError
 from transformer_vq.files import read_object
-from transformer_vq.training.metrics import METRICS
+from transformer_vq.training.metrics import METRICS, finite, read_metrics
 
 Status = Literal["finished", "stopped", "running", "no checkpoint", "corrupt"]
 
@@ -75,32 +73,25 @@ def summarize(run: Path) -> RunSummary:
     """Return the state of a run; a damaged run has the status "corrupt"."""
     n_bytes, changed = _disk_use(run)
     try:
-        config = _read_config(run)
-        checkpoint = newest_metadata(run)
-        logged, best = _read_log(run)
+        values, checkpoint = read_object(run / CONFIG), newest_metadata(run)
+        values.pop("format", None)
+        config = RunConfig.from_dict(values)
     except (UserError, OSError):
         return RunSummary(run, "corrupt", bytes=n_bytes, changed=changed)
+    rows = read_metrics(run)
     status, step = _status(run, config, checkpoint), checkpoint.get("step")
-    if status == "running" and logged is not None:
-        step = logged
+    validations = [row for row in finite(rows, "bits_per_byte") if row["kind"] == "validation"]
     return RunSummary(
         path=run,
         status=status,
-        step=step if isinstance(step, int) else None,
+        step=rows[-1]["step"] if status == "running" and rows else step,
         steps=config.train.steps,
-        best_bits_per_byte=best,
+        best_bits_per_byte=min((row["bits_per_byte"] for row in validations), default=None),
         parameters=_n_parameters(run),
         dataset=dataset_name(config),
         bytes=n_bytes,
         changed=changed,
     )
-
-
-def _read_config(run: Path) -> RunConfig:
-    """Return the config of a run, written by any version whose settings are still the same."""
-    values = read_object(run / CONFIG)
-    sections = {field.name for field in fields(RunConfig)}
-    return RunConfig.from_dict({name: x for name, x in values.items() if name in sections})
 
 
 def model_step(run: Path, checkpoint: str) -> int | None:
@@ -168,36 +159,6 @@ def newest_metadata(run: Path) -> dict[str, Any]:
     return {}
 
 
-def _read_log(run: Path) -> tuple[int | None, float | None]:
-    """Return the last logged step and the lowest validation loss; UserError if no row is valid.
-
-    The log may have millions of rows: only validations and the last rows are parsed.
-    """
-    best: float | None = None
-    last: deque[bytes] = deque(maxlen=3)
-    try:
-        with open(run / METRICS, "rb") as file:
-            for line in file:
-                last.append(line)
-                if b'"validation"' in line and (bits := _number(line, "bits_per_byte")) is not None:
-                    best = bits if best is None else min(best, bits)
-    except FileNotFoundError:
-        return None, None
-    steps = [step for line in reversed(last) if (step := _number(line, "step")) is not None]
-    if last and not steps and best is None:
-        raise UserError(f"{run / METRICS} is corrupt")
-    return (int(steps[0]) if steps else None), best
-
-
-def _number(line: bytes, key: str) -> float | None:
-    """Return a finite number of a row; None if the row is corrupt or does not have it."""
-    try:
-        value = json.loads(line)[key]
-        return value if math.isfinite(value) else None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return None
-
-
 def _n_parameters(run: Path) -> int | None:
     """Return the number of parameters in the header of a model file; None if there is none."""
     newest = sorted((run / CHECKPOINTS).glob(f"step-*/{MODEL}"), reverse=True)
@@ -211,12 +172,9 @@ def _n_parameters(run: Path) -> int | None:
 def _disk_use(run: Path) -> tuple[int, float]:
     """Return the size of a folder in bytes, and the time of its last change."""
     total, changed = 0, 0.0
-    for parent, _, names in os.walk(run):
-        for name in names:
-            try:
-                status = os.lstat(os.path.join(parent, name))
-            except OSError:  # a running run deletes old checkpoints
-                continue
-            total += status.st_size
-            changed = max(changed, status.st_mtime if name != ".lock" else 0.0)
+    for path in run.rglob("*"):
+        with suppress(OSError):  # a running run deletes old checkpoints
+            status = path.lstat()
+            total += status.st_size * path.is_file()
+            changed = max(changed, status.st_mtime if path.suffix.startswith(".json") else 0.0)
     return total, changed

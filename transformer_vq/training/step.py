@@ -43,29 +43,22 @@ class NotFiniteStepError(NotFiniteError):
         self.step = step
 
 
+@dataclass
 class StepLosses:
     """Nats per token, commitment loss and gradient norm of a step, [3] on the device.
 
     They are checked later: reading them after every step would make the host wait.
-
-    step: number of the step, from 1.
     """
 
-    def __init__(self, step: int, tensor: Tensor) -> None:
-        self.step = step
-        self.tensor = tensor
+    step: int
+    """Number of the step, from 1."""
+    tensor: Tensor
 
     @cached_property
     def values(self) -> list[float]:
         """The losses as numbers; the first use waits for a GPU."""
         values: list[float] = self.tensor.tolist()
         return values
-
-    def check(self) -> None:
-        """Raise NotFiniteStepError if a number is not finite."""
-        nats, _, grad_norm = self.values
-        if not math.isfinite(sum(self.values)):
-            raise NotFiniteStepError(self.step, f"loss {nats}, gradient norm {grad_norm}")
 
 
 @dataclass(frozen=True)
@@ -200,7 +193,14 @@ class Trainer:
         Waits for the GPU.
         """
         unchecked, self._unchecked = self._unchecked, []
-        check_losses(unchecked)
+        if not unchecked:
+            return
+        rows = torch.stack([x.tensor for x in unchecked]).tolist()  # a single copy
+        for losses, values in zip(unchecked, rows, strict=True):
+            losses.values = values
+            if not math.isfinite(sum(values)):
+                reason = f"loss {values[0]}, gradient norm {values[2]}"
+                raise NotFiniteStepError(losses.step, reason)
 
     def check_weights(self, step: int) -> None:
         """Raise NotFiniteStepError if a weight or a codebook is not finite; waits for the GPU.
@@ -289,16 +289,6 @@ class Trainer:
             torch.cuda.set_rng_state(tensors["rng/cuda"], self.device)
 
 
-def check_losses(losses: list[StepLosses]) -> None:
-    """Check several steps, the first one first, with a single copy from the device."""
-    if not losses:
-        return
-    rows = torch.stack([x.tensor for x in losses]).tolist()
-    for of_step, values in zip(losses, rows, strict=True):
-        of_step.values = values
-        of_step.check()
-
-
 def split_states(tensors: dict[str, Tensor], n_parts: int) -> dict[str, Tensor]:
     """Return the carried states of a checkpoint, split among `n_parts` micro-batches.
 
@@ -308,7 +298,7 @@ def split_states(tensors: dict[str, Tensor], n_parts: int) -> dict[str, Tensor]:
     """
     by_field: dict[str, list[Tensor]] = {}
     names = [name for name in tensors if name.startswith("state")]
-    for name in sorted(names, key=_part):
+    for name in sorted(names, key=lambda name: int(name.partition("/")[0].removeprefix("state"))):
         by_field.setdefault(name.partition("/")[2], []).append(tensors[name])
     found: dict[str, Tensor] = {}
     for field, parts in by_field.items():
@@ -320,7 +310,3 @@ def split_states(tensors: dict[str, Tensor], n_parts: int) -> dict[str, Tensor]:
             pieces = list(torch.cat(parts).chunk(n_parts))
         found |= {f"state{i}/{field}": x for i, x in enumerate(pieces)}
     return found
-
-
-def _part(name: str) -> int:
-    return int(name.partition("/")[0].removeprefix("state"))

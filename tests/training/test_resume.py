@@ -200,3 +200,27 @@ def test_resume_rejects_a_run_in_use_by_another_process(tmp_path):
     train(config, tmp_path / "run")
     with locked(tmp_path / "run"), pytest.raises(CheckpointError, match="another process"):
         resume(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("n_kept", "missing"),
+    [
+        (None, "steps 1 to 6 and the validation of step 4"),
+        (4, "steps 5 to 6 and the validation of step 4"),
+        (6, "step 6"),
+    ],
+)
+def test_resume_warns_once_about_missing_metrics(tmp_path, monkeypatch, capsys, n_kept, missing):
+    interrupt_after(monkeypatch, 5)
+    train(tiny_run(tmp_path), tmp_path / "run")
+    monkeypatch.undo()
+    path = tmp_path / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    assert len(lines) == 7  # six steps and a validation
+    path.unlink() if n_kept is None else path.write_text("".join(lines[:n_kept]))
+    capsys.readouterr()
+    assert resume(tmp_path / "run").finished
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "metrics.jsonl" in x]
+    assert f"the rows of {missing} are missing" in line
+    assert resume(tmp_path / "run").finished
+    assert "metrics.jsonl" not in capsys.readouterr().err

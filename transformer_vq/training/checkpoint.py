@@ -101,6 +101,8 @@ class Progress:
     """Number of completed steps."""
     validated_at: int = 0
     """Step of the last validation; 0 before the first one."""
+    logged_at: int = 0
+    """Step of the last training row in metrics.jsonl; 0 before the first one."""
     best_loss: float | None = None
     """Lowest validation loss, in nats per token; None before the first validation."""
     best_bits_per_byte: float | None = None

@@ -135,6 +135,7 @@ class TrainingLoop:
 
         codes: the codebook health.
         """
+        self.progress.logged_at = self.progress.step
         seconds = sum(self._unlogged) / len(self._unlogged)
         self._unlogged.clear()
         size = self.corpus.sizes["train"]

@@ -78,13 +78,25 @@ def finite(rows: list[Row], key: str) -> list[Row]:
     ]
 
 
-def rewind(run: Path, step: int, validated_at: int) -> None:
+def rewind(run: Path, step: int, logged_at: int, validated_at: int) -> None:
     """Remove the rows logged after a checkpoint, so that a resumed run logs every step once.
 
-    step: of the checkpoint. validated_at: step of the last validation before it.
+    Warn if rows before it are missing. step: of the checkpoint. logged_at, validated_at: steps of
+    the last logged step and of the last validation before it.
     """
     last = {"train": step, "validation": validated_at}
     rows = [row for row in read_metrics(run) if row["step"] <= last.get(row["kind"], step)]
+    found = {
+        kind: max((row["step"] for row in rows if row["kind"] == kind), default=0) for kind in last
+    }
+    gaps = []
+    if (first := found["train"] + 1) <= logged_at:
+        steps = f"step {first:,}" if first == logged_at else f"steps {first:,} to {logged_at:,}"
+        gaps.append(steps)
+    if found["validation"] < validated_at:
+        gaps.append(f"the validation of step {validated_at:,}")
+    if gaps:
+        warn(f"{run / METRICS} is incomplete: the rows of {' and '.join(gaps)} are missing")
     write_rows(run / METRICS, rows)
 
 

@@ -196,7 +196,7 @@ def _resume(
             if progress.step < newest:
                 remove_checkpoints_after(run, progress.step)
             restore_best(run, checkpoint)
-            rewind(run, progress.step, progress.validated_at)
+            rewind(run, progress.step, progress.logged_at, progress.validated_at)
             write_config(run, config)
         return _run_loop(TrainingLoop(run, config, corpus, batches, trainer, progress))
 

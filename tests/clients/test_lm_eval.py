@@ -112,9 +112,7 @@ def test_rolling_likelihood_of_short_and_empty_documents(trained):
 def test_likelihoods_have_one_bos_and_do_not_depend_on_the_batch_size(trained):
     run, folder = trained
     tokenizer = read_tokenizer(run)
-    single, batches = (
-        ask(harness(folder, batch_size=n), "loglikelihood", *PAIRS) for n in (1, 4)
-    )
+    single, batches = (ask(harness(folder, batch_size=n), "loglikelihood", *PAIRS) for n in (1, 4))
     assert [hit for _, hit in single] == [hit for _, hit in batches]
     for pair, (got, _), (other, _) in zip(PAIRS, single, batches, strict=True):
         assert got == pytest.approx(other, rel=1e-5)

@@ -16,7 +16,7 @@ import numpy as np
 
 from transformer_vq.data.paths import SPLITS, DataError, error_reason
 from transformer_vq.data.tokenizers import Tokenizer, load_tokenizer
-from transformer_vq.files import CorruptFileError, check_manifest, read_json
+from transformer_vq.files import CorruptFileError, check_large_files, read_json
 
 META = "meta.json"
 TOKENS = "tokens.bin"
@@ -145,7 +145,7 @@ def read_corpus(folder: Path) -> Corpus:
     meta: Any = read_json(folder / META)
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise CorruptFileError(f"{folder / META} was written by another version")
-    check_manifest(folder, "prepare it again", remember=True)
+    check_large_files(folder, "prepare it again")
     try:
         sizes = {name: SplitSize(**size) for name, size in meta["splits"].items()}
         return Corpus(

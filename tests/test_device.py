@@ -1,6 +1,4 @@
-"""Device selection, evaluation mode, bf16 detection and glibc memory settings."""
-
-import ctypes
+"""Device selection, evaluation mode, bf16 detection and compiling."""
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from transformer_vq.device import (
     evaluating,
     find_device,
     has_fast_bf16,
-    keep_freed_memory,
 )
 from transformer_vq.errors import UserError
 
@@ -75,27 +72,6 @@ def test_evaluating_restores_the_mode_after_an_error(training):
         use()
     assert all(module.training == training for module in model.modules())
     assert torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize(
-    ("takes_thresholds", "want"),
-    # mmap from 2 GB on, or never if thresholds are rejected; freed memory is not trimmed.
-    [(1, [(-3, 2**31 - 1), (-1, -1)]), (0, [(-4, 0), (-3, 2**31 - 1), (-1, -1)])],
-)
-def test_keep_freed_memory_configures_glibc(monkeypatch, takes_thresholds, want):
-    calls = []
-
-    class Library:
-        def __init__(self, name):
-            pass
-
-        def mallopt(self, number, value):
-            calls.append((number, value))
-            return takes_thresholds
-
-    monkeypatch.setattr(ctypes, "CDLL", Library)
-    keep_freed_memory()
-    assert sorted(calls) == want
 
 
 @pytest.mark.parametrize(

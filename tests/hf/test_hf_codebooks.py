@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from helpers import tiny_config
-from torch import nn
 
 from transformer_vq import TransformerVQ
 from transformer_vq.hf import CodebookCallback, TransformerVQForCausalLM
@@ -148,28 +147,6 @@ def test_copies_do_not_take_over_code_usage(copied):
     sgd(model.parameters()).step()
     assert all(moved(model, before))
     assert all(torch.equal(a, b) for a, b in zip(sums(model), sums(other), strict=True))
-
-
-class DataOptimizer:
-    """An optimizer that is not from torch.optim, and changes values behind autograd's back."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters = list(model.parameters())
-
-    def step(self) -> None:
-        for p in self.parameters:
-            p.data.add_(p.grad, alpha=-0.1)
-            p.grad = None
-
-
-def test_callback_updates_codebooks_for_an_unknown_optimizer():
-    model = new_model()
-    optimizer, before = DataOptimizer(model), sums(model)
-    for _ in range(2):
-        accumulate(model)
-        optimizer.step()
-        CodebookCallback().on_optimizer_step(None, None, None, model=model, optimizer=optimizer)
-        assert all(moved(model, before))
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import tiny_config
-from transformers import TextStreamer, pipeline
+from transformers import pipeline
 
 from transformer_vq import TransformerVQ
 from transformer_vq.generation.decode import generate
@@ -126,21 +126,3 @@ def test_pipeline_continues_texts(folder, core):
     for options in ({}, {"batch_size": 3}):
         got = [result[0]["generated_text"] for result in generator(texts, **options)]
         assert got == [text.replace("\0", "") for text in want]
-
-
-class RecordingStreamer(TextStreamer):
-    """Streamer that records the text it would print."""
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self.chunks = [*getattr(self, "chunks", []), text]
-
-
-def test_streamer_prints_complete_characters():
-    text = "na\u00efve caf\u00e9 \u4e2d\u6587 \U0001f642 end"
-    tokenizer = TransformerVQTokenizer()
-    streamer = RecordingStreamer(tokenizer)
-    for token in tokenizer.encode(text, add_special_tokens=False):
-        streamer.put(torch.tensor([token]))
-    streamer.end()
-    assert "".join(streamer.chunks) == text
-    assert sum(map(bool, streamer.chunks)) > 1

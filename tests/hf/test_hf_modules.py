@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload
 from helpers import tiny_config
 
 from transformer_vq import TransformerVQ
@@ -43,24 +42,6 @@ def test_hooks_of_all_modules_with_weights_are_called(options):
     called.clear()
     model(TOKENS[:, 11:], past_key_values=cache)
     assert called == set(names)
-
-
-@pytest.mark.parametrize(("where", "offload_buffers"), [("cpu", False), ("disk", True)])
-def test_offloaded_model_gives_the_same_logits(where, offload_buffers, tmp_path):
-    model = new_model(head_type="mqa", absolute_positions=True)
-    with torch.no_grad():
-        logits = model(TOKENS).logits
-    new_tokens = model.generate(TOKENS, max_new_tokens=6, do_sample=False)
-    options = {"execution_device": torch.device("cpu"), "offload_buffers": offload_buffers}
-    if where == "cpu":
-        cpu_offload(model, **options)
-    else:
-        disk_offload(model, str(tmp_path / "weights"), **options)
-    assert all(p.is_meta for p in model.parameters())
-    assert all(x.is_meta == offload_buffers for x in model.buffers())
-    with torch.no_grad():
-        assert torch.equal(model(TOKENS).logits, logits)
-    assert torch.equal(model.generate(TOKENS, max_new_tokens=6, do_sample=False), new_tokens)
 
 
 def test_device_map_with_disk_gives_the_same_logits(tmp_path):

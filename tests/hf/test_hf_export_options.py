@@ -131,7 +131,7 @@ def test_chat_template_of_the_run_is_used_and_writes_special_tokens(run, tmp_pat
         (b"a\n{% for x in %}", "my.jinja, line 2"),
         (b" \n", "my.jinja is empty"),
         (b"\xff", "my.jinja is not UTF-8"),
-        (None, "cannot read"),
+        (None, "my.jinja: does not exist"),
     ],
 )
 def test_invalid_chat_templates_are_rejected(run, tmp_path, capsys, content, message):

@@ -1,12 +1,8 @@
 """tvq doctor: what it finds, the report, the exit status, and errors."""
 
-import getpass
 import json
-import platform
-import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -59,9 +55,9 @@ def test_every_path_is_checked_and_report_and_json_agree(few, tmp_path, capsys):
     assert report[-1] == record["summary"]
     assert path.read_text() == "\n".join(report) + "\n"
     steps = [f"training step, {x}" for x in (*doctor.REDUCTIONS, "full")]
-    for section, want in (("Results", "ok"), ("Determinism", "equal")):
-        found = {x["name"]: x["status"] for x in record["findings"] if x["section"] == section}
-        assert found == dict.fromkeys([*steps, "decoder"], want)
+    found = {x["name"]: x["status"] for x in record["findings"]}
+    assert found == dict.fromkeys([*steps, "decoder"], "ok")
+    assert not any("differ" in x["note"] for x in record["findings"])
     status, out, err = run(capsys, *options)
     assert (status, out) == (2, "")
     assert "--overwrite" in err
@@ -87,7 +83,7 @@ def test_group_that_crashes_or_takes_too_long_is_a_row(monkeypatch):
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     (found,) = doctor.isolated(row, doctor.check_models, CPU)
     assert found.status == "FAILED"
-    assert "killed by SIGILL" in found.note
+    assert found.note == "killed by signal 4"
 
 
 def test_broken_reduction_fails_with_status_1(few, monkeypatch, capsys):
@@ -114,12 +110,13 @@ def test_exception_is_a_row_without_a_traceback(few, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_compiled_models_are_compared_with_float64():
+def test_bf16_and_the_compiled_decoder_are_compared_with_float64():
     with torch.compiler.set_stance("force_eager"):  # compiling takes minutes
-        found = doctor.check_compiled_training(CPU) + doctor.check_compiled_decoder(CPU)
-    assert [x.name for x in found] == ["compiled training step", "compiled decoder"]
+        found = doctor.check_bf16(CPU) + doctor.check_compiled_decoder(CPU)
+    assert [x.name for x in found] == [
+        *(f"loss, {x}" for x in doctor.REDUCTIONS),
+        "compiled decoder",
+    ]
     assert {x.status for x in found} == {"ok"}
 
 
@@ -135,7 +132,6 @@ def test_speed_is_reported_by_a_subprocess():
     [
         ([FINE], []),
         ([FINE, BROKEN], ["matmul (bf16)"]),
-        ([Finding("Determinism", "decoder", "fp32", "differs", 3, "logits")], []),
         ([Finding("Speed", "training", "fp32", "FAILED", note="out of memory")], []),
     ],
 )
@@ -148,32 +144,14 @@ def test_only_checks_are_failures(findings, failed):
     assert {row.count("|") for row in rows} == {6}
 
 
-def test_report_names_no_folder_host_or_user(monkeypatch):
+def test_report_names_no_folder(monkeypatch):
     monkeypatch.setenv("LD_PRELOAD", "/home/someone/lib/libjemalloc.so")
     text = doctor.markdown(diagnosis(FINE)) + json.dumps(doctor.record(diagnosis(FINE)))
     assert "libjemalloc.so" in text
     for place in (Path.home(), Path.cwd(), Path(torch.__file__).parent, "/home/someone"):
         assert str(place) not in text
-    assert platform.node() not in text
-    monkeypatch.setattr(platform, "node", lambda: "my-machine")
-    monkeypatch.setattr(getpass, "getuser", lambda: "alice")
-    found = doctor.without_places("OSError: /home/alice/x/y.cpp:12: alice@my-machine failed | 1/2")
-    assert found == "OSError: .../y.cpp:12: ...@... failed / 1/2"
-    assert not re.search(r"x{170}", doctor.without_places("x" * 999))
-
-
-def test_syncs_are_counted_by_line(monkeypatch):
-    modes = []
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    code = "\n" * 6 + "warnings.warn('called a synchronizing CUDA operation')"
-    sync = compile(code, str(doctor.PACKAGE / "nn" / "model.py"), "exec")
-    with doctor.counting() as found:
-        for _ in range(3):
-            exec(sync, {"warnings": warnings})
-        warnings.warn("something else", stacklevel=1)
-    assert found == {"transformer_vq/nn/model.py:7": 3}
-    assert modes == ["warn", 0]
+    found = doctor.without_folders("OSError: /home/alice/x/y.cpp:12: failed | 1/2")
+    assert found == "OSError: .../y.cpp:12: failed / 1/2"
 
 
 def test_groups_skip_what_the_device_does_not_have():

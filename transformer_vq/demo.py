@@ -1,44 +1,29 @@
-"""The parts of `tvq demo`: attention in linear time next to Definition 3.1, and a small model.
+"""The parts of `tvq demo`: attention in linear time next to Definition 3.1, and generated texts.
 
-The equality is checked in float64, forward and backward. The model, trained in minutes, is compared
-with n-gram models of bytes: counts of the training split, with Witten-Bell smoothing.
+The equality is checked in float64, forward and backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypedDict, get_args
+from typing import get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from transformer_vq.config import AttentionConfig, HeadType, Reduction
-from transformer_vq.data.corpus import Corpus
-from transformer_vq.data.prepare import prepare
-from transformer_vq.generation.decode import generate
 from transformer_vq.generation.text import generate_text
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.quadratic import quadratic_vq_attention
 from transformer_vq.ops.state import VQState
-from transformer_vq.training.checkpoint import load_model, load_run, read_config, read_tokenizer
-from transformer_vq.training.evaluate import evaluate
+from transformer_vq.training.checkpoint import load_run
 
 PROMPT = "import os\n\ndef "
 BOOKS_PROMPT = "It was"
 HEAD_TYPES: tuple[HeadType, ...] = ("shga", "mqa", "mha")  # the head types of the paper
 ROUNDING = 1e-12  # of float64, in relative differences
 Row = tuple[HeadType, Reduction, float, float]
-
-
-class DemoRecord(TypedDict):
-    """Bits per byte of the test split for three models, and a generated text."""
-
-    order_0: float
-    order_2: float
-    tiny: float
-    sample: str
 
 
 def relative_rms(got: Tensor, want: Tensor) -> float:
@@ -56,8 +41,6 @@ def differences(seq_len: int = 1000, block_len: int = 64) -> Iterator[Row]:
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    # The kernels need a GPU and have no float64.
-    reductions = get_args(Reduction)
     b, n_code = 2, 48
     for head_type in HEAD_TYPES:
         heads = AttentionConfig(d_model=64, d_k=16, d_v=24, head_type=head_type).heads
@@ -71,7 +54,7 @@ def differences(seq_len: int = 1000, block_len: int = 64) -> Iterator[Row]:
         want = quadratic_vq_attention(q, k_hat, v, by_distance)
         probe = normal(*want.shape)
         want_grads = torch.autograd.grad((want * probe).sum(), leaves)
-        for reduction in reductions:
+        for reduction in get_args(Reduction):
             state = VQState.empty(b, h, block_len, d_k, d_v, n_code, dtype=torch.float64)
             got, _ = vq_attention(q, k_hat, z, v, codebook, by_distance, state, reduction=reduction)
             grads = torch.autograd.grad((got * probe).sum(), leaves)
@@ -89,39 +72,11 @@ def differences_line(rows: Sequence[Row]) -> str:
     )
 
 
-def ngram_bits_per_byte(corpus: Corpus, max_order: int = 2) -> list[float]:
-    """Return the bits per byte of the test split for orders 0 to `max_order`.
-
-    Order k predicts a byte from its counts after the k preceding ones in the training split, mixed
-    with order k - 1. Contexts that were followed by many distinct bytes give it more weight.
-    """
-    n = corpus.vocab_size
-    train, test = (
-        np.concatenate([np.zeros(max_order, np.int64), corpus.split(name).tokens])
-        for name in ("train", "test")
-    )
-    probability: np.ndarray = np.full(len(test) - max_order, 1 / n)
-    found = []
-    for order in range(max_order + 1):
-        counts = np.bincount(_grams(train, order, max_order, n), minlength=n ** (order + 1))
-        by_context = counts.reshape(-1, n)
-        total, distinct = by_context.sum(1), (by_context > 0).sum(1)
-        grams = _grams(test, order, max_order, n)
-        context = grams // n
-        mixed = counts[grams] + distinct[context] * probability
-        mixed = mixed / np.maximum(total[context] + distinct[context], 1)
-        probability = np.where(total[context] > 0, mixed, probability)
-        found.append(float(-np.log2(probability).sum()) / corpus.sizes["test"].bytes)
-    return found
-
-
-def _grams(tokens: np.ndarray, order: int, max_order: int, n: int) -> np.ndarray:
-    """Return each token with its `order` predecessors as one integer."""
-    end = len(tokens)
-    code: np.ndarray = np.zeros(end - max_order, np.int64)
-    for back in range(order, -1, -1):
-        code = code * n + tokens[max_order - back : end - back]
-    return code
+def differences_table(rows: Sequence[Row]) -> str:
+    """Return a Markdown table of all differences."""
+    lines = ["| heads | reduction | output | gradients |", "| --- | --- | ---: | ---: |"]
+    lines += [f"| {heads} | {name} | {y:.1e} | {grad:.1e} |" for heads, name, y, grad in rows]
+    return "\n".join(lines)
 
 
 def books_sample() -> str:
@@ -131,30 +86,7 @@ def books_sample() -> str:
     return BOOKS_PROMPT + text
 
 
-def measure(run: Path) -> DemoRecord:
-    """Evaluate a finished run and two n-gram models on the test split, and generate a text."""
-    windowed = evaluate(run, protocols=["windowed"]).protocols["windowed"]
-    n_gram = ngram_bits_per_byte(prepare(read_config(run).data))
-    model, _ = load_model(run)
-    tokenizer = read_tokenizer(run)
-    prompt = [tokenizer.bos, *tokenizer.encode(PROMPT)]
-    tokens = generate(model, prompt, 400, top_p=0.95, seed=1)
-    return {
-        "order_0": n_gram[0],
-        "order_2": n_gram[2],
-        "tiny": windowed.bits_per_byte,
-        "sample": PROMPT + tokenizer.decode(tokens).decode(errors="replace"),
-    }
-
-
-def table(record: DemoRecord) -> str:
-    """Return a Markdown table of the bits per byte of three models."""
-    return "\n".join(
-        [
-            "| model | test bits per byte |",
-            "| --- | ---: |",
-            f"| order 0: byte frequencies | {record['order_0']:.3f} |",
-            f"| order 2: given the two preceding bytes | {record['order_2']:.3f} |",
-            f"| Transformer-VQ, `tiny` | {record['tiny']:.3f} |",
-        ]
-    )
+def sample(run: Path) -> str:
+    """Return a text that the model of a finished run generates."""
+    model, tokenizer, _ = load_run(run)
+    return PROMPT + generate_text(model, tokenizer, PROMPT, 400, top_p=0.95, seed=1)

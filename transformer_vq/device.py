@@ -90,11 +90,6 @@ def matmul_precision(device: torch.device, precision: str) -> AbstractContextMan
     return torch.autocast(device.type, dtype=torch.bfloat16)
 
 
-def state_dtype(precision: str) -> torch.dtype | None:
-    """Return the dtype of values in the state of decoding; None keeps that of the model."""
-    return torch.bfloat16 if precision == "bf16" else None
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Disable dropout and gradients in the context; restore the mode of the model afterwards."""

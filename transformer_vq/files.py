@@ -15,7 +15,6 @@ import json
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
 DIGEST = "sha256"  # name of the checksum in safetensors metadata
 PARTIAL = ".partial"  # suffix of temporary files and folders
 MANIFEST = "manifest.json"  # {"files": {name: SHA-256}}
-CHECKED = ".checked.json"  # status of the files when they were last compared with the manifest
-TICK = 0.02  # seconds; longer than the resolution of file times, so later changes are visible
+CHECKED = ".checked"  # as old as the last comparison with the manifest
 Header = dict[str, tuple[str, tuple[int, ...]]]
 """The tensors of a safetensors file: name -> dtype, such as F32, and shape."""
 
@@ -71,10 +69,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """
 
     # Created here, not by the writer, so that the mode of every file follows the umask.
-    def create(partial: Path) -> None:
-        os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-
-    with _renamed(path, create) as partial:
+    with _renamed(path, lambda partial: partial.touch(exist_ok=False)) as partial:
         mode = partial.stat().st_mode & 0o777
         yield partial
         partial.chmod(mode)
@@ -88,16 +83,10 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     If the block raises, the temporary folder is deleted. Raises OSError if `folder` exists and is
     not empty when the block ends.
     """
-
-    def create(partial: Path) -> None:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-
-    with _renamed(folder, create) as partial:
+    with _renamed(folder, lambda partial: partial.mkdir(parents=True)) as partial:
         yield partial
-        for path in filter(Path.is_file, partial.rglob("*")):
+        for path in (*filter(Path.is_file, partial.rglob("*")), partial):
             _sync(path)
-        _sync_folder(partial)
 
 
 @contextmanager
@@ -111,7 +100,7 @@ def _renamed(path: Path, create: Callable[[Path], None]) -> Iterator[Path]:
     try:
         yield partial
         os.replace(partial, path)
-        _sync_folder(path.parent)
+        _sync(path.parent)
     finally:
         _remove(partial)
 
@@ -139,13 +128,11 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError:
+        if not path.is_dir():  # not all file systems can do that for folders
+            raise
     finally:
         os.close(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    with suppress(OSError):  # not all file systems can do that
-        _sync(folder)
 
 
 def remove_partial_files(folder: Path) -> None:
@@ -209,13 +196,10 @@ def file_digest(path: Path) -> str:
         raise CorruptFileError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def write_manifest(
-    folder: Path, names: Collection[str] | None = None, remember: bool = False
-) -> None:
+def write_manifest(folder: Path, names: Collection[str] | None = None) -> None:
     """Write the manifest of a folder: the SHA-256 of its files. Call it last.
 
     names: the files, relative to the folder; by default all except hidden ones.
-    remember: the files are large; `changed_files` hashes them only after they have changed.
     """
     if names is None:
         paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
@@ -223,8 +207,6 @@ def write_manifest(
         names = [path.as_posix() for path in visible if path.as_posix() != MANIFEST]
     digests = {name: file_digest(folder / name) for name in sorted(names)}
     write_json(folder / MANIFEST, {"files": digests})
-    if remember:
-        _write_stamps(folder, {name: _stamp(folder / name, digests[name]) for name in digests})
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
@@ -236,31 +218,18 @@ def read_manifest(folder: Path) -> dict[str, str]:
     return digests
 
 
-def changed_files(
-    folder: Path, names: Collection[str] | None = None, remember: bool = False
-) -> list[str]:
+def changed_files(folder: Path, names: Collection[str] | None = None) -> list[str]:
     """Return the files that are missing or differ from the manifest of their folder.
 
     names: the files to compare, by default all in the manifest. A file that is not in the manifest
-    counts as changed. remember: skip files with the size, times and inode that they had when they
-    were last compared. Raises CorruptFileError if there is no valid manifest.
+    counts as changed. Raises CorruptFileError if there is no valid manifest.
     """
     digests = read_manifest(folder)
-    known = _read_stamps(folder) if remember else {}
-    stamps, changed, slept = {}, [], False
-    for name in digests if names is None else names:
-        path, digest = folder / name, digests.get(name, "")
-        stamps[name] = _stamp(path, digest)
-        if digest and known.get(name) == stamps[name]:
-            continue
-        if remember and not slept:
-            time.sleep(TICK)
-            slept = True
-        if not path.is_file() or file_digest(path) != digest:
-            changed.append(name)
-    if slept and not changed:
-        _write_stamps(folder, known | stamps)
-    return changed
+    return [
+        name
+        for name in (digests if names is None else names)
+        if not (folder / name).is_file() or file_digest(folder / name) != digests.get(name)
+    ]
 
 
 def check_manifest(
@@ -268,16 +237,15 @@ def check_manifest(
     fix: str = "",
     names: Collection[str] | None = None,
     editable: Collection[str] = (),
-    remember: bool = False,
 ) -> list[str]:
     """Raise CorruptFileError if a file of a folder is missing or changed.
 
     Returns the changed files among `editable`, which are not an error, so that the caller can warn.
-    fix: the end of the message. names, remember: as in `changed_files`.
+    fix: the end of the message. names: as in `changed_files`.
     """
     end = f"; {fix}" if fix else ""
     try:
-        changed = changed_files(folder, names, remember)
+        changed = changed_files(folder, names)
     except CorruptFileError as error:
         raise CorruptFileError(f"{error}{end}") from error
     for name in changed:
@@ -288,25 +256,23 @@ def check_manifest(
     return changed
 
 
-def _stamp(path: Path, digest: str) -> list[Any]:
-    """Return what identifies the content of a file without reading it."""
-    try:
-        status = path.stat()
-    except OSError:
-        return []
-    return [digest, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-
-
-def _read_stamps(folder: Path) -> dict[str, Any]:
-    with suppress(CorruptFileError):  # all files are hashed again
-        value = read_json(folder / CHECKED)
-        return value if isinstance(value, dict) else {}
-    return {}
-
-
-def _write_stamps(folder: Path, stamps: dict[str, list[Any]]) -> None:
+def check_large_files(folder: Path, fix: str) -> None:
+    """Check a manifest, unless no file has changed since the last time that this succeeded."""
+    with suppress(OSError, CorruptFileError):
+        checked = (folder / CHECKED).stat().st_mtime_ns
+        names = (MANIFEST, *read_manifest(folder))
+        if all((folder / name).stat().st_ctime_ns < checked for name in names):
+            return
+    partial = partial_path(folder / CHECKED)
     with suppress(OSError):  # in a read-only folder, files are hashed each time
-        write_json(folder / CHECKED, stamps)
+        partial.touch()  # before reading, so that later changes are visible
+    try:
+        check_manifest(folder, fix)
+        with suppress(OSError):
+            os.replace(partial, folder / CHECKED)
+    finally:
+        with suppress(OSError):
+            _remove(partial)
 
 
 def write_tensors(

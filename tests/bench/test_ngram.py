@@ -7,11 +7,8 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from helpers import tiny_run
 
 from ngram import bits_by_order
-from transformer_vq.data.prepare import prepare
-from transformer_vq.demo import ngram_bits_per_byte
 
 
 def by_hand(train, test, order):
@@ -31,15 +28,6 @@ def by_hand(train, test, order):
                 p = (seen[padded[i]] + len(seen) * p) / (sum(seen.values()) + len(seen))
         bits -= math.log2(p)
     return bits / sum(token < 256 for token in test)
-
-
-def test_bits_per_byte_equals_a_loop_in_plain_python(tmp_path):
-    corpus = prepare(tiny_run(tmp_path).data)
-    train, test = (corpus.split(name).tokens.tolist() for name in ("train", "test"))
-    got = ngram_bits_per_byte(corpus)
-    for order in (0, 1, 2):
-        assert got[order] == pytest.approx(by_hand(train, test, order), rel=1e-12)
-    assert got[0] > got[1] > got[2] > 0
 
 
 @pytest.mark.parametrize("alphabet", [(0, 1), (0, 97, 256), tuple(range(257))])

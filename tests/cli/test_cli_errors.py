@@ -221,7 +221,7 @@ def test_unwritable_stdout_is_not_reported_as_a_bug(command, reader, status):
 @pytest.mark.slow
 def test_demo_ends_with_commands_that_work(sandbox):
     out = succeed(sandbox, "demo --steps 1 --out new-run")
-    assert "| Transformer-VQ, `tiny` |" in out
+    assert "Bits per byte of the test split" in out
     assert (sandbox.work / "new-run" / "curves.png").is_file()
     figure, commands = out.partition("Figure: ")[2].split("\n", 1)
     assert figure == "new-run/curves.png"

@@ -12,7 +12,6 @@ import pytest
 import torch
 from helpers import tiny_run
 from lm_eval.api.instance import Instance
-from lm_eval.models.huggingface import HFLM
 
 from transformer_vq.config import DataConfig
 from transformer_vq.generation.decode import generate
@@ -23,7 +22,6 @@ from transformer_vq.training.checkpoint import load_model, read_tokenizer
 from transformer_vq.training.evaluate import evaluate
 from transformer_vq.training.run import train
 
-MODELS = {"hf": HFLM, "tvq": TransformerVQLM}
 PAIRS = [
     *(("the cat", " sat"), ("the cat ", "sat"), ("the cat", " ran off"), ("the mat", " s")),
     *(("caf\u00e9", "\n"), ("caf\u00e9", "\u00e9"), ("a" * 300, " then it ran"), ("", "the")),
@@ -61,8 +59,8 @@ def trained_with_end(runs):
     return runs[True]
 
 
-def harness(folder, kind="tvq", batch_size=1, **options):
-    return MODELS[kind](str(folder), device="cpu", batch_size=batch_size, **options)
+def harness(folder, batch_size=1):
+    return TransformerVQLM(str(folder), device="cpu", batch_size=batch_size)
 
 
 def ask(model, kind, *arguments):
@@ -101,23 +99,20 @@ def test_rolling_likelihood_of_a_long_document_equals_evaluate(trained, tmp_path
     assert bits_per_byte == pytest.approx(want.bits_per_byte, rel=1e-7)
 
 
-def test_rolling_likelihood_does_not_depend_on_the_batch_size(trained):
-    documents = [(document(n, seed=n),) for n in (5000, 30, 4500, 0, 1, 2100)]
-    single, batches = (
-        ask(harness(trained[1], batch_size=n), "loglikelihood_rolling", *documents) for n in (1, 4)
-    )
-    assert single == pytest.approx(batches, rel=1e-6)
-    assert single[3] == 0
-    assert ask(harness(trained[1]), "loglikelihood_rolling", documents[2]) == [single[2]]
+def test_rolling_likelihood_of_short_and_empty_documents(trained):
+    run, folder = trained
+    tokenizer, texts = read_tokenizer(run), [document(n, seed=n) for n in (30, 0, 1)]
+    got = ask(harness(folder, batch_size=4), "loglikelihood_rolling", *((x,) for x in texts))
+    assert got[1] == 0
+    for i in (0, 2):
+        want = nats(run, [tokenizer.bos], tokenizer.encode(texts[i]))
+        assert got[i] == pytest.approx(want, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_likelihoods_have_one_bos_and_do_not_depend_on_the_batch_size(trained, kind):
+def test_likelihoods_have_one_bos_and_do_not_depend_on_the_batch_size(trained):
     run, folder = trained
     tokenizer = read_tokenizer(run)
-    single, batches = (
-        ask(harness(folder, kind, batch_size=n), "loglikelihood", *PAIRS) for n in (1, 4)
-    )
+    single, batches = (ask(harness(folder, batch_size=n), "loglikelihood", *PAIRS) for n in (1, 4))
     assert [hit for _, hit in single] == [hit for _, hit in batches]
     for pair, (got, _), (other, _) in zip(PAIRS, single, batches, strict=True):
         assert got == pytest.approx(other, rel=1e-5)
@@ -127,25 +122,10 @@ def test_likelihoods_have_one_bos_and_do_not_depend_on_the_batch_size(trained, k
         assert got == pytest.approx(nats(run, prompt, tokenizer.encode(text[n:])), rel=1e-5)
 
 
-def test_greedy_flag_is_set_for_the_text_that_greedy_search_finds(trained):
-    run, folder = trained
-    core, tokenizer = load_model(run)[0], read_tokenizer(run)
-    found = generate(core, [tokenizer.bos, *tokenizer.encode("the cat")], 5, temperature=0)
-    text = tokenizer.decode(found).decode("ascii")
-    model = harness(folder, batch_size=2)
-    results = ask(model, "loglikelihood", ("the cat", text), ("the cat", f"{text[:-1]}\x01"))
-    assert [hit for _, hit in results] == [True, False]
-
-
-@pytest.mark.parametrize("kind", ["tvq", "hf"])
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_generate_until_continues_prompts_up_to_a_stop_string(trained, kind, batch_size):
+def test_generate_until_continues_prompts_up_to_a_stop_string(trained, batch_size):
     run, folder = trained
     core, tokenizer = load_model(run)[0], read_tokenizer(run)
-    if kind == "hf" and tokenizer.eod is None:
-        with pytest.raises(TypeError):  # that model needs an eos token
-            ask(harness(folder, kind), "generate_until", ("a", {"until": []}))
-        return
     prompts = ["the cat", "a", "then it ran off and sat on the mat"]
     texts = []
     for prompt in prompts:
@@ -154,7 +134,7 @@ def test_generate_until_continues_prompts_up_to_a_stop_string(trained, kind, bat
         texts.append(tokenizer.decode(tokens[: ends[0]] if ends else tokens))
     texts = [text.decode("utf-8", "replace") for text in texts]
     stop = next(x for x in texts[0] if x.isprintable() and x.isascii())
-    model = harness(folder, kind, batch_size)
+    model = harness(folder, batch_size)
     for until in ([], [stop]):
         options = {"until": until, "max_gen_toks": 12, "do_sample": False}
         got = ask(model, "generate_until", *((prompt, options) for prompt in prompts))
@@ -165,18 +145,8 @@ def test_logits_exist_for_one_segment_at_a_time(trained_with_end):
     model = harness(trained_with_end[1])
     lengths = []
     model.model.lm_head.register_forward_hook(lambda *x: lengths.append(x[-1].shape[1]))
-    context = document(2 * SEGMENT_LEN)
-    ask(model, "loglikelihood", (context, document(3 * SEGMENT_LEN)), (context, " a"))
+    ask(model, "loglikelihood_rolling", (document(3 * SEGMENT_LEN),))
     assert max(lengths) == SEGMENT_LEN
-
-
-def test_requests_with_the_same_context_share_its_prefill(trained_with_end):
-    model = harness(trained_with_end[1], batch_size=2)
-    n_tokens = []
-    hook = model.model.model.embed.register_forward_hook
-    hook(lambda module, given, output: n_tokens.append(given[0].numel()))
-    ask(model, "loglikelihood", *(("x" * 5000, f" {i}") for i in range(6)))
-    assert sum(n_tokens) == 5000 + 6 * 2
 
 
 def test_command_evaluates_local_tasks(trained_with_end, tmp_path):

@@ -50,13 +50,11 @@ def updates(monkeypatch) -> list[VectorQuantizer]:
 
 def sft(model, folder, **changes) -> SFTTrainer:
     texts = Dataset.from_list([{"text": TEXT[5 * i : 5 * i + 40]} for i in range(80)])
-    peft_config = changes.pop("peft_config", None)
     trainer = SFTTrainer(
         model,
         SFTConfig(**options(folder, **changes), max_length=32),
         train_dataset=texts,
         processing_class=TOKENIZER,
-        peft_config=peft_config,
     )
     trainer.train()
     return trainer
@@ -99,18 +97,6 @@ def test_sft_with_packed_documents_updates_codebooks_once_per_step(updates, tmp_
     trainer = sft(model, tmp_path, packing=True, padding_free=True)
     assert losses(trainer)[-1] < 0.8 * losses(trainer)[0]
     check_updates(updates, model)
-
-
-def test_sft_of_an_adapter_trains_its_codebooks(updates, tmp_path):
-    config = LoraConfig(
-        r=4, target_modules="all-linear", modules_to_save=["quantizer"], task_type="CAUSAL_LM"
-    )
-    trainer = sft(make_model(), tmp_path, peft_config=config)
-    assert losses(trainer)[-1] < losses(trainer)[0]
-    base = trainer.model.get_base_model()
-    trained = [layer.quantizer.modules_to_save["default"] for layer in base.model.codebook_layers()]
-    assert [updates.count(quantizer) for quantizer in trained] == [N_STEPS] * len(trained)
-    assert len(updates) == N_STEPS * len(trained)
 
 
 @pytest.mark.parametrize("with_adapter", [False, True])

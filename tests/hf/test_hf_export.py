@@ -8,7 +8,6 @@ from helpers import tiny_run
 from sentencepiece_models import train_sentencepiece
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from transformer_vq.cli.main import main
 from transformer_vq.config import DataConfig
 from transformer_vq.data.tokenizers import TOKENIZER_FILES
 from transformer_vq.generation.decode import generate
@@ -127,13 +126,3 @@ def test_export_of_an_image_run_has_no_tokenizer(run, tmp_path, monkeypatch):
         )
     export(run, tmp_path / "out")
     assert {path.name for path in (tmp_path / "out").iterdir()} == FILES - {"tokenizer_config.json"}
-
-
-def test_export_command_writes_the_folder_once(run, tmp_path, capsys):
-    main(["export", str(run), str(tmp_path / "out")])
-    assert str(tmp_path / "out") in capsys.readouterr().out
-    assert TransformerVQForCausalLM.from_pretrained(tmp_path / "out")
-    with pytest.raises(SystemExit) as stop:
-        main(["export", str(run), str(tmp_path / "out")])
-    assert stop.value.code == 2
-    assert "is not empty" in capsys.readouterr().err

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transformer_vq import TransformerVQ
 from transformer_vq.cli.main import main
-from transformer_vq.data.chat_template import compile_chat_template
 from transformer_vq.data.tokenizers import ByteTokenizer
 from transformer_vq.errors import UserError
 from transformer_vq.hf import TransformerVQForCausalLM
@@ -18,7 +17,6 @@ from transformer_vq.hf.export import export
 from transformer_vq.nn.quantizer import NotFiniteError
 from transformer_vq.training.checkpoint import write_config
 from transformer_vq.training.loading import load_model_and_tokenizer
-from transformer_vq.training.loading import read_chat_template as load_chat_template
 
 TOKENS = torch.tensor([[256, *b"the cat sat on the mat"]])
 MESSAGES = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
@@ -50,7 +48,7 @@ def user_error(capsys, *arguments):
     return line
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_are_loaded_in_the_exported_dtype_and_codebooks_in_float32(run, tmp_path, dtype):
     export(run, tmp_path / "out", dtype=dtype)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == dtype
@@ -125,21 +123,6 @@ def test_chat_template_of_the_run_is_used_and_writes_special_tokens(run, tmp_pat
         (run / "chat_template.jinja").unlink()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.apply_chat_template(MESSAGES)["input_ids"] == [*b"hi", 256]
-
-
-def test_template_with_loop_controls_gives_the_same_text_in_export_and_server(run, tmp_path):
-    template = (
-        "{% for m in messages %}{% if m['role'] == 'assistant' %}{% break %}{% endif %}"
-        "{% if not m['content'] %}{{ raise_exception('empty') }}{% endif %}{{ m | tojson }}\n"
-        "{% generation %}{{ m['content'] }}{% endgeneration %}\n{% endfor %}"
-    )
-    (tmp_path / "my.jinja").write_text(template)
-    export(run, tmp_path / "out", chat_template=tmp_path / "my.jinja")
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    text = '{"role": "user", "content": "hi"}\nhi'
-    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == text
-    served = load_chat_template(tmp_path / "out")
-    assert compile_chat_template(served).render(messages=MESSAGES) == text
 
 
 @pytest.mark.parametrize(

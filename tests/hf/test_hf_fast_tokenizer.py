@@ -18,7 +18,6 @@ from transformer_vq import TransformerVQ, UserError
 from transformer_vq.cli.main import main
 from transformer_vq.data.bpe import learn_bpe
 from transformer_vq.data.tokenizers import load_tokenizer, open_tokenizer
-from transformer_vq.hf import TransformerVQForCausalLM
 from transformer_vq.hf.export import export
 from transformer_vq.training.checkpoint import write_config
 from transformer_vq.training.loading import load_model_and_tokenizer
@@ -130,19 +129,6 @@ def test_the_tokenizer_loads_without_this_package(exported):
     assert json.loads(found) == [ours.bos, *ours.encode("the fox")]
 
 
-def test_the_model_loads_after_the_tokenizer_is_saved_with_a_chat_template(exported, tmp_path):
-    _, folder = exported
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    tokenizer = AutoTokenizer.from_pretrained(copy)
-    tokenizer.chat_template = "{{ messages[0]['content'] }}!"
-    tokenizer.save_pretrained(copy)
-    assert TransformerVQForCausalLM.from_pretrained(copy)
-    messages = [{"role": "user", "content": "the fox"}]
-    again = AutoTokenizer.from_pretrained(copy)
-    assert again.apply_chat_template(messages, tokenize=False) == "the fox!"
-
-
 def test_special_tokens_of_the_chat_template_are_encoded_as_such(tmp_path):
     save_llama(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
@@ -154,16 +140,6 @@ def test_special_tokens_of_the_chat_template_are_encoded_as_such(tmp_path):
     messages = [{"role": "user", "content": "the fox"}]
     tokens = theirs.apply_chat_template(messages)["input_ids"]
     assert tokens == [*ours.encode("user: the fox"), ours.eod]
-
-
-def test_a_given_chat_template_replaces_that_of_the_tokenizer(exported, tmp_path):
-    ours, folder = exported
-    template = tmp_path / "my.jinja"
-    template.write_text("{{ messages[0]['content'] }}?")
-    export(folder.parent / "run", tmp_path / "out", chat_template=template)
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
-    messages = [{"role": "user", "content": "the fox"}]
-    assert theirs.apply_chat_template(messages)["input_ids"] == ours.encode("the fox?")
 
 
 def test_generation_stops_at_the_end_of_a_document(tmp_path):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_close, tiny_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from transformer_vq import TransformerVQ
 from transformer_vq.errors import UserError
@@ -92,15 +92,6 @@ def test_new_model_has_the_initial_distribution_of_the_core(codebook_init):
             assert not torch.equal(x, want), name
         elif name.split(".")[-1] in ("u", "v", "bias", "scale", "c_count", "started"):
             assert torch.equal(x.float(), want), name
-
-
-def test_bfloat16_keeps_codebooks_in_float32(folder, core):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    dtypes = {name.split(".")[-1]: x.dtype for name, x in model.state_dict().items()}
-    assert dtypes["weight"] == torch.bfloat16
-    assert dtypes["c_sum"] == dtypes["c_count"] == torch.float32
-    assert torch.equal(model.model.branches[0].quantizer.c_sum, core.branches[0].quantizer.c_sum)
-    assert_close("logits", model(TOKENS).logits, core(TOKENS).logits, tolerance=0.1)
 
 
 def test_folder_with_missing_tensors_is_rejected(folder):
@@ -185,12 +176,11 @@ def test_cache_selects_rows_and_rejects_removing_tokens(model):
     [
         ({"input_ids": None}, "either input_ids or inputs_embeds"),
         ({"output_attentions": True}, "output_attentions is not supported"),
-        ({"past_key_values": DynamicCache()}, "DynamicCache; pass the TransformerVQCache"),
         ({"attention_mask": torch.ones(2, 29)}, r"shape \(2, 29\), expected at least \[2, 30\]"),
     ],
 )
 def test_unsupported_arguments_raise_with_a_reason(model, arguments, message):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises(ValueError, match=message):
         model(**({"input_ids": TOKENS} | arguments))
 
 

@@ -1,16 +1,11 @@
 """Every module with weights is called, so hooks, offloading and replaced modules take effect."""
 
-import warnings
-
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload
-from helpers import relative_rms, tiny_config
-from torch import nn
+from helpers import tiny_config
 
-from transformer_vq import TransformerVQ, generate
+from transformer_vq import TransformerVQ
 from transformer_vq.hf import TransformerVQForCausalLM
-from transformer_vq.nn.quantizer import VectorQuantizer
 
 HEAD_TYPES = ["shga", "mqa", "mha", "gqa"]
 TOKENS = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -49,24 +44,6 @@ def test_hooks_of_all_modules_with_weights_are_called(options):
     assert called == set(names)
 
 
-@pytest.mark.parametrize(("where", "offload_buffers"), [("cpu", False), ("disk", True)])
-def test_offloaded_model_gives_the_same_logits(where, offload_buffers, tmp_path):
-    model = new_model(head_type="mqa", absolute_positions=True)
-    with torch.no_grad():
-        logits = model(TOKENS).logits
-    new_tokens = model.generate(TOKENS, max_new_tokens=6, do_sample=False)
-    options = {"execution_device": torch.device("cpu"), "offload_buffers": offload_buffers}
-    if where == "cpu":
-        cpu_offload(model, **options)
-    else:
-        disk_offload(model, str(tmp_path / "weights"), **options)
-    assert all(p.is_meta for p in model.parameters())
-    assert all(x.is_meta == offload_buffers for x in model.buffers())
-    with torch.no_grad():
-        assert torch.equal(model(TOKENS).logits, logits)
-    assert torch.equal(model.generate(TOKENS, max_new_tokens=6, do_sample=False), new_tokens)
-
-
 def test_device_map_with_disk_gives_the_same_logits(tmp_path):
     model = new_model()
     model.save_pretrained(tmp_path / "model")
@@ -80,25 +57,3 @@ def test_device_map_with_disk_gives_the_same_logits(tmp_path):
         assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
     sequences = loaded.generate(TOKENS, max_new_tokens=6, do_sample=False)
     assert torch.equal(sequences, model.generate(TOKENS, max_new_tokens=6, do_sample=False))
-
-
-@pytest.mark.parametrize("head_type", ["shga", "gqa"])
-def test_dynamically_quantized_layers_are_used(head_type):
-    model = new_model(head_type=head_type)
-    with torch.no_grad():
-        want = model(TOKENS).logits
-    n_linear = sum(type(module) is nn.Linear for module in model.modules())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch recommends torchao instead
-        quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
-    replaced = torch.ao.nn.quantized.dynamic.Linear
-    assert sum(isinstance(module, replaced) for module in quantized.modules()) == n_linear
-    assert not any(type(module) is nn.Linear for module in quantized.modules())
-    with torch.no_grad():
-        got = quantized(TOKENS).logits
-    assert 0 < relative_rms(got, want) < 0.2
-    sequences = quantized.generate(TOKENS[:1], max_new_tokens=6, do_sample=False)
-    core = quantized.to_core()
-    assert generate(core, TOKENS[0].tolist(), 6, temperature=0) == sequences[0, 12:].tolist()
-    assert any(isinstance(module, replaced) for module in core.modules())
-    assert all(m.c_sum.dtype == torch.float32 for m in core.modules() if type(m) is VectorQuantizer)

@@ -22,33 +22,22 @@ def windows(n: int, length: int = 24) -> list[dict[str, list[int]]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def train(model, tmp_path, data, optimizer=None, callbacks=(), **options):
+def train(model, tmp_path, data, optimizer, **options):
     arguments = TrainingArguments(
         tmp_path / "trainer",
-        **(
-            {
-                "per_device_train_batch_size": 2,
-                "gradient_accumulation_steps": 2,
-                "num_train_epochs": 1,
-                "max_grad_norm": 0.0,
-                "train_sampling_strategy": "sequential",
-                "use_cpu": True,
-                "report_to": "none",
-                "save_strategy": "no",
-                "logging_steps": 1,
-                "disable_tqdm": True,
-            }
-            | options
-        ),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1,
+        max_grad_norm=0.0,
+        train_sampling_strategy="sequential",
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
     )
-    schedule = None if optimizer is None else torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    trainer = Trainer(
-        model,
-        arguments,
-        train_dataset=data,
-        callbacks=[*callbacks],
-        optimizers=(optimizer, schedule),
-    )
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, schedule))
     trainer.train()
     return trainer
 
@@ -145,12 +134,6 @@ def test_code_usage_is_collected_in_training_only(model):
     assert float(model.code_usage[0].count.sum()) == 6
     model.update_codebooks()
     assert model.code_usage is None
-
-
-def test_saving_without_codebook_updates_warns(model, tmp_path):
-    model.train()(torch.tensor([[1, 2, 3]]))
-    with pytest.warns(UserWarning, match="codebooks were not updated"):
-        model.save_pretrained(tmp_path)
 
 
 TWO_PROCESSES = """

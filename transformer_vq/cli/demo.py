@@ -1,4 +1,4 @@
-"""tvq demo: text of `books`, then train `tiny`, compare it with n-grams, generate text."""
+"""tvq demo: text of `books`, then train `tiny`, evaluate it, generate text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ This demo takes about three minutes on two cores:
 1. It generates text with `books`, the model in the package.
 2. It checks that attention in linear time equals attention in quadratic time.
 3. It trains a small byte-level model on the sources of Python's standard library.
-4. It compares the model with n-gram models on files that were not used for training.
+4. It evaluates the model on files that were not used for training.
 5. It generates text and plots the loss.
 """
 NEXT = """
@@ -33,14 +33,16 @@ To train on your own text: {tvq} train small --data.path YOUR-TEXTS --out YOUR-R
 class DemoOptions:
     """Generate text with the model in the package, then train `tiny` in minutes.
 
-    The data are the sources of Python's standard library. Compares the model with n-gram models,
-    generates text and plots the curves. If interrupted, run the same command again to continue.
+    The data are the sources of Python's standard library. Evaluates the model, generates text and
+    plots the curves. If interrupted, run the same command again to continue.
     """
 
     out: Path = Path("demo")
     """Run folder."""
     steps: Count | None = None
     """Training steps; by default those of the preset."""
+    table: bool = False
+    """Print the differences from quadratic attention for all heads and reductions."""
 
 
 def run(arguments: list[str]) -> int | None:
@@ -52,9 +54,9 @@ def run(arguments: list[str]) -> int | None:
 
     from transformer_vq import demo
     from transformer_vq.device import keep_freed_memory
-    from transformer_vq.files import write_json
     from transformer_vq.plots import plot_run
     from transformer_vq.threads import share_cores
+    from transformer_vq.training.evaluate import evaluate
     from transformer_vq.training.run import train_or_resume
 
     keep_freed_memory()
@@ -63,7 +65,10 @@ def run(arguments: list[str]) -> int | None:
     print(f"1. `books` continues {demo.BOOKS_PROMPT!r}:\n")
     print(demo.books_sample(), flush=True)
     print("\n2. Linear-time attention equals quadratic attention, up to rounding (float64):\n")
-    print(demo.differences_line(list(demo.differences())), flush=True)
+    rows = list(demo.differences())
+    if options.table:
+        print(demo.differences_table(rows), end="\n\n")
+    print(demo.differences_line(rows), flush=True)
 
     folder = options.out
     print(f"\n3. Training `tiny` for {config.train.steps} steps; Ctrl-C stops and saves.")
@@ -73,12 +78,10 @@ def run(arguments: list[str]) -> int | None:
         print(f"stopped at step {result.step} and saved; run the same command again to continue")
         return 128 + result.stopped_by
 
-    print("4. Bits per byte of the test split, compared with n-gram models (lower is better):\n")
-    record = demo.measure(folder)
-    write_json(folder / "demo.json", record)
-    print(demo.table(record))
+    found = evaluate(folder, protocols=["windowed"]).protocols["windowed"]
+    print(f"4. Bits per byte of the test split: {found.bits_per_byte:.3f}")
     print(f"\n5. Text generated after {demo.PROMPT!r}:\n")
-    print(record["sample"])
+    print(demo.sample(folder))
     print("\nFigure: " + ", ".join(str(path) for path in plot_run(folder)))
     tvq = "tvq" if shutil.which("tvq") else f"{sys.executable} -m transformer_vq"
     print(NEXT.format(tvq=tvq, run=shlex.quote(str(folder))))

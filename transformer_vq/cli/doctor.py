@@ -16,8 +16,8 @@ class DoctorOptions:
     Compares every implementation of the attention and the decoder with float64, outputs and
     gradients. Repeats steps to find results that are not deterministic, counts
     how often the host waits for a GPU, and measures training and decoding. Takes a few minutes
-    on two cores, most of it for torch.compile. The report is Markdown, without paths, host names
-    and user names. The exit status is 1 if a check failed.
+    on two cores, most of it for torch.compile. The report is Markdown, without names of folders.
+    The exit status is 1 if a check failed.
     """
 
     device: Device = "auto"

@@ -15,7 +15,7 @@ import numpy as np
 
 from transformer_vq.data.paths import DataError, error_reason
 from transformer_vq.data.tokenizers import Tokenizer, load_tokenizer
-from transformer_vq.files import CorruptFileError, check_manifest, read_object
+from transformer_vq.files import CorruptFileError, check_large_files, read_object
 
 META = "meta.json"
 TOKENS = "tokens.bin"
@@ -115,7 +115,7 @@ class Corpus:
             raise CorruptFileError(f"{error}; {fix}") from error
         if meta.pop("format", None) != FORMAT:
             raise CorruptFileError(f"{folder} was written by another version; {fix}")
-        check_manifest(folder, fix, remember=True)
+        check_large_files(folder, fix)
         sizes = {name: SplitSize(**size) for name, size in meta.pop("splits").items()}
         return cls(folder, sizes=sizes, **meta)
 

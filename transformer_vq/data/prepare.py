@@ -166,7 +166,7 @@ def _create(source: Source, work: Path) -> None:
         "splits": {name: vars(size) for name, size in sizes.items()},
     }
     write_json(work / META, meta)
-    write_manifest(work, remember=True)
+    write_manifest(work)
 
 
 def _no_text(source: Source) -> str:

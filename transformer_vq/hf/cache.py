@@ -25,13 +25,11 @@ class StateLayer(CacheLayerMixin):
         self.state: ModelState | None = None
         self.n_columns = 0
         """Tokens processed so far, including padding; the sequence length in transformers."""
-        self.device: torch.device | None = None
 
     def advance(self, state: ModelState, n_columns: int) -> None:
         """Store the state after `n_columns` more tokens."""
         self.state = state
         self.n_columns += n_columns
-        self.device = state.position.device
         self.is_initialized = True
 
     @property
@@ -59,8 +57,7 @@ class StateLayer(CacheLayerMixin):
         self.reorder_cache(rows.nonzero().flatten() if rows.dtype == torch.bool else rows)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(max(self.batch_size, 0), device=self.device)
-        self.reorder_cache(rows.repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(max(self.batch_size, 0)).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove != 0:
@@ -68,14 +65,6 @@ class StateLayer(CacheLayerMixin):
                 f"cannot remove {abs(tokens_to_remove)} tokens: they are merged into the state; "
                 "copy the cache before you extend it, or run the prompt again"
             )
-
-    def offload(self) -> None:
-        if self.state is not None:
-            self.state = self.state.to("cpu", non_blocking=True)
-
-    def prefetch(self) -> None:
-        if self.state is not None:
-            self.state = self.state.to(self.device, non_blocking=True)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: there are no key and value tensors to allocate."""

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
-from transformers.utils import CONFIG_NAME
 
 from transformer_vq.config import ModelConfig
 from transformer_vq.files import MANIFEST, write_text
-from transformer_vq.training.loading import check_export
 
 UNLIMITED = 10**9
 """`max_position_embeddings`: tools read it as the maximum number of tokens; there is none."""
@@ -36,13 +34,7 @@ CODE = '''\
 """Classes for `trust_remote_code=True`, imported from the package transformer-vq."""
 
 try:
-    from transformer_vq.hf import (
-        TransformerVQConfig,
-        TransformerVQForCausalLM,
-        TransformerVQForSequenceClassification,
-        TransformerVQModel,
-        TransformerVQTokenizer,
-    )
+    from transformer_vq.hf import *
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "transformer_vq":
         raise
@@ -50,14 +42,6 @@ except ModuleNotFoundError as error:
         "this model needs the Python package transformer-vq: git clone its repository, then "
         "pip install 'PATH-OF-THE-CLONE[hf]'"
     ) from None
-
-__all__ = [
-    "TransformerVQConfig",
-    "TransformerVQForCausalLM",
-    "TransformerVQForSequenceClassification",
-    "TransformerVQModel",
-    "TransformerVQTokenizer",
-]
 '''
 
 _DEFAULTS = asdict(ModelConfig(vocab_size=256, d_model=768, n_layer=24))
@@ -117,20 +101,6 @@ class TransformerVQConfig(FixedAutoMap, PreTrainedConfig):
         self.pad_token_id = pad_token_id
         self.max_position_embeddings = max_position_embeddings
         super().__init__(**(kwargs | {"auto_map": dict(AUTO_MAP)}))
-
-    @classmethod
-    def from_pretrained(cls, *args: Any, **kwargs: Any) -> TransformerVQConfig:
-        """Load a config as in transformers, but reject corrupt files."""
-        check_export(args[0] if args else kwargs.get("pretrained_model_name_or_path"), CONFIG_NAME)
-        config: TransformerVQConfig = super().from_pretrained(*args, **kwargs)
-        return config
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> TransformerVQConfig:
-        """Build a config from a dict; check the folder that `AutoConfig` passes as name_or_path."""
-        check_export(kwargs.get("name_or_path"), CONFIG_NAME)
-        config: TransformerVQConfig = super().from_dict(config_dict, **kwargs)
-        return config
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -60,8 +60,6 @@ def export(
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is not empty; choose another folder")
-    if dtype not in get_args(Dtype):
-        raise UserError(f"dtype={dtype!r}: choose one of {', '.join(get_args(Dtype))}")
     if license_id is not None and not re.fullmatch(r"[a-z][a-z0-9.+-]*", license_id):
         raise UserError(
             f"license={license_id!r}: give a name of the Hugging Face Hub, such as mit or cc-by-4.0"

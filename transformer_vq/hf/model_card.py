@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from transformer_vq.config import RunConfig
 from transformer_vq.files import CorruptFileError, read_json, read_object
 from transformer_vq.hf.configuration import FILE
 from transformer_vq.nn.model import TransformerVQ
@@ -26,12 +24,6 @@ SMALL = 100_000_000
 """Parameters below which the card warns about the size."""
 HUB_NAME = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
 """Names that the Hub accepts as `base_model`; it rejects a card with any other."""
-HEADS = {
-    "shga": "SHGA: one gated head",
-    "mha": "MHA: multi-head attention",
-    "mqa": "MQA: multi-query attention",
-    "gqa": "GQA: grouped-query attention",
-}
 TEMPLATE = Path(__file__).with_name("model_card.md")
 
 Row = dict[str, Any]
@@ -63,82 +55,33 @@ def model_card(
         template_path=str(TEMPLATE),
         name=name,
         quoted=json.dumps(name),
-        kind="image model; its tokens are pixel values" if images else "language model",
         linear=linear,
         images=images,
         file=FILE,
-        architecture=_table(("", ""), _architecture(model, n_parameters)),
-        training=_table(("", ""), _training(config, about.get("data"), rows, which, step)),
+        config=config,
+        model=model.config,
+        dtype=str(model.embed.weight.dtype).removeprefix("torch."),
+        state_bytes=model.init_state(1).n_bytes if linear else 0,
+        about=about,
+        files=[_base_name(path) for path in config.data.path or ()],
+        tokenizer="" if images else _base_name(config.data.tokenizer_name),
+        base=base,
+        is_best=which == "best",
+        step=step,
+        n_tokens=_tokens(rows, step) if step is not None else 0,
         results=_results(run, rows, which, step),
-        seq_len=f"{config.train.seq_len:,}",
         small=n_parameters < SMALL,
-        n_parameters=f"{n_parameters:,}",
+        n_parameters=n_parameters,
     )
     return f"{str(card).rstrip()}\n"
 
 
-def _architecture(model: TransformerVQ, n_parameters: int) -> list[tuple[str, ...]]:
-    config = model.config
-    layer = "two gated attention units" if config.head_type == "shga" else "attention, feed-forward"
-    rows: list[tuple[str, ...]] = [
-        ("parameters", f"{n_parameters:,}"),
-        ("dtype of the weights", str(model.embed.weight.dtype).removeprefix("torch.")),
-        ("layers", f"{config.n_layer} ({layer})"),
-        ("width (`d_model`)", f"{config.d_model:,}"),
-        ("heads", f"{HEADS[config.head_type]}, {config.layer.heads.n_head} x {config.d_k} wide"),
-        ("vocabulary", f"{config.vocab_size:,} tokens"),
-    ]
-    if config.attention == "full":
-        return [*rows, ("attention", "full; the state grows with the length")]
-    return [
-        *rows,
-        ("codes per codebook", f"{config.n_code:,}"),
-        ("block length and window", f"{config.block_len:,} tokens"),
-        ("cache of older tokens", "yes" if config.compressive_cache else "no"),
-        ("state per sequence", f"{model.init_state(1).n_bytes:,} bytes, for any length"),
-    ]
-
-
-def _training(
-    config: RunConfig, about_data: str | None, rows: list[Row], which: str, step: int | None
-) -> list[tuple[str, ...]]:
-    data, train = config.data, config.train
-    found: list[tuple[str, ...]] = [("dataset", str(data.dataset))]
-    if about_data is not None:
-        found = [("data", about_data)]
-    elif data.path:
-        found.append(("files", ", ".join(f"`{_base_name(path)}`" for path in data.path)))
-    elif data.dataset == "text":
-        found.append(("files", "the sources of Python's standard library"))
-    if data.has_images:
-        found.append(("tokens", "pixel values"))
-    else:
-        ends = "with" if data.ends_documents else "without"
-        tokenizer = _base_name(data.tokenizer_name)
-        found.append(("tokenizer", f"{tokenizer}, {ends} an end-of-document token"))
-    at = "unknown step" if step is None else f"step {step:,} of {train.steps:,}"
-    found.append(("checkpoint", f"lowest validation loss, {at}" if which == "best" else at))
-    if step is not None and (tokens := _tokens(rows, step)):
-        found.append(("tokens trained on", f"{tokens:,}"))
-    found += [
-        ("sequence length", f"{train.seq_len:,} tokens"),
-        ("backpropagation length", f"{train.backprop_len:,} tokens"),
-        ("batch size", f"{train.batch_size:,} sequences"),
-        ("optimizer", f"{config.optim.optimizer}, learning rate {config.optim.lr:g}"),
-        ("precision of training", train.precision),
-    ]
-    if train.init_from is not None:
-        found.append(("fine-tuned from", f"`{_base_name(train.init_from)}`"))
-    return found
-
-
-def _results(run: Path, rows: list[Row], which: str, step: int | None) -> str:
-    """Return a table of the recorded scores of the checkpoint; empty if there are none."""
-    found: list[tuple[str, ...]] = []
+def _results(run: Path, rows: list[Row], which: str, step: int | None) -> list[Row]:
+    """Return the recorded scores of the checkpoint."""
+    found: list[Row] = []
     for row in finite(rows, "bits_per_byte"):
         if row["kind"] == "validation" and row["step"] == step:
-            bits = f"{row['bits_per_byte']:.4f}"
-            found = [("validation", "during training", f"{row['tokens']:,}", bits, "")]
+            found = [row | {"split": "validation", "protocol": "during training"}]
     for path in sorted(run.glob("evaluation-*.json")):
         try:
             evaluation = read_object(path)
@@ -147,22 +90,20 @@ def _results(run: Path, rows: list[Row], which: str, step: int | None) -> str:
         except (CorruptFileError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = error if isinstance(error, CorruptFileError) else "it has an unknown format"
             warn(f"the model card omits {path.name}: {why}")
-    if not found:
-        return ""
-    return _table(("split", "protocol", "tokens", "bits per byte", "word-level perplexity"), found)
+    return found
 
 
-def _evaluation(evaluation: Row) -> list[tuple[str, ...]]:
+def _evaluation(evaluation: Row) -> list[Row]:
     """Return the rows of a recorded evaluation."""
     names = {"windowed": f"windowed, {evaluation['seq_len']:,} tokens"}
     return [
-        (
-            str(evaluation["split"]),
-            names.get(protocol, protocol),
-            f"{result['tokens']:,}",
-            f"{result['bits_per_byte']:.4f}",
-            "" if result["word_perplexity"] is None else f"{result['word_perplexity']:,.4g}",
-        )
+        {
+            "split": evaluation["split"],
+            "protocol": names.get(protocol, protocol),
+            "tokens": int(result["tokens"]),
+            "bits_per_byte": float(result["bits_per_byte"]),
+            "word_perplexity": float(result["word_perplexity"] or 0),
+        }
         for protocol, result in evaluation["protocols"].items()
     ]
 
@@ -183,11 +124,5 @@ def _tokens(rows: list[Row], step: int) -> int:
 
 def _base_name(path: str) -> str:
     """Return the last part of a path, because folders can contain private names."""
-    return "standard input" if path == "-" else Path(path).name or "."
-
-
-def _table(heads: Iterable[str], rows: Iterable[tuple[str, ...]]) -> str:
-    heads = tuple(heads)
-    lines = [heads, ("---",) * len(heads), *rows]
-    cells = ([cell.replace("|", r"\|") for cell in line] for line in lines)
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+    name = "standard input" if path == "-" else Path(path).name or "."
+    return name.replace("|", r"\|")  # a column of a Markdown table ends here

@@ -7,8 +7,6 @@ labels give the training loss. All mathematics is in the core model.
 
 from __future__ import annotations
 
-import os
-import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -99,9 +97,14 @@ class TransformerVQLayers(CodebookUpdates):
             raise ValueError(
                 "output_attentions is not supported: the attention matrix is never computed"
             )
-        given = _tokens_or_embeddings(input_ids, inputs_embeds)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        given = inputs_embeds if input_ids is None else input_ids
+        assert given is not None
         n_rows, seq_len = given.shape[:2]
-        cache = self._cache(past_key_values, use_cache)
+        if use_cache is None:
+            use_cache = self.settings.use_cache and not self.training
+        cache = TransformerVQCache() if past_key_values is None and use_cache else past_key_values
         state = None if cache is None else cache.state
         valid = _valid_tokens(attention_mask, given)
         if document_ids is None and position_ids is not None and state is None:
@@ -134,17 +137,6 @@ class TransformerVQLayers(CodebookUpdates):
             hidden_states=output.hidden,
             commit_loss=commit_loss,
         )
-
-    def _cache(
-        self, given: TransformerVQCache | None, use_cache: bool | None
-    ) -> TransformerVQCache | None:
-        if given is not None and not isinstance(given, TransformerVQCache):
-            raise TypeError(
-                f"past_key_values is a {type(given).__name__}; pass the TransformerVQCache that "
-                "this model returned, or None"
-            )
-        wanted = self.settings.use_cache and not self.training if use_cache is None else use_cache
-        return TransformerVQCache() if given is None and wanted else given
 
     def _run_prompt(
         self,
@@ -271,18 +263,6 @@ class TransformerVQPreTrainedModel(FixedAutoMap, PreTrainedModel):
         check_finite(folder, {n: x for n, x in plain.items() if x.device.type == "cpu"})
         return (model, info) if output_loading_info else model
 
-    def save_pretrained(
-        self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any
-    ) -> None:
-        """Save the model as in transformers; warn if code usage has not been applied."""
-        if self.code_usage is not None:
-            warnings.warn(
-                "the codebooks were not updated after the last training passes; call "
-                "update_codebooks() after each optimizer step, or drop_code_usage()",
-                stacklevel=2,
-            )
-        super().save_pretrained(save_directory, *args, **kwargs)
-
 
 class TransformerVQModel(TransformerVQPreTrainedModel):
     """The model without a head: returns features for each token (`last_hidden_state`)."""
@@ -293,18 +273,10 @@ class TransformerVQModel(TransformerVQPreTrainedModel):
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: TransformerVQCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> TransformerVQModelOutput | tuple[Any, ...]:
         """Return features, cache and commitment loss; see `TransformerVQLayers.forward`."""
-        output: TransformerVQModelOutput = self.model(
-            input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, **kwargs
-        )
+        output: TransformerVQModelOutput = self.model(input_ids, attention_mask, **kwargs)
         return output
 
 
@@ -401,12 +373,7 @@ class TransformerVQForCausalLM(TransformerVQPreTrainedModel, GenerationMixin):
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
         """Resize the vocabulary as in transformers; logits stay in float32."""
         embeddings = super().resize_token_embeddings(*args, **kwargs)
-        old = self.lm_head
-        if not isinstance(old, Head):
-            with torch.device("meta"):
-                self.lm_head = Head(old.in_features, old.out_features, old.bias is not None)
-            self.lm_head.weight, self.lm_head.bias = old.weight, old.bias
-            self.lm_head._is_hf_initialized = True  # keep its weights in `init_weights`
+        self.lm_head.__class__ = Head  # transformers has put an nn.Linear there
         return embeddings
 
     def _prepare_cache_for_generation(
@@ -476,22 +443,12 @@ class TransformerVQForSequenceClassification(TransformerVQPreTrainedModel):
         self, input_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor
     ) -> Tensor:
         """Return the index of the last token of each row: [b]."""
-        n_rows, seq_len = x.shape[:2]
-        columns = torch.arange(seq_len, device=x.device)
-        counted = torch.ones(n_rows, seq_len, dtype=torch.bool, device=x.device)
+        counted = torch.ones(x.shape[:2], device=x.device)
         if attention_mask is not None:
-            counted = attention_mask[:, -seq_len:].bool()
+            counted = attention_mask[:, -x.shape[1] :] != 0
         elif input_ids is not None and self.config.pad_token_id is not None:
             counted = input_ids != self.config.pad_token_id
-        return (columns * counted).argmax(-1)
-
-
-def _tokens_or_embeddings(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """Return whichever is given."""
-    given = inputs_embeds if input_ids is None else input_ids
-    if given is None or (input_ids is not None and inputs_embeds is not None):
-        raise ValueError("give either input_ids or inputs_embeds")
-    return given
+        return (torch.arange(x.shape[1], device=x.device) * counted).argmax(-1)
 
 
 def _valid_tokens(attention_mask: Tensor | None, given: Tensor) -> Tensor | None:
@@ -502,8 +459,7 @@ def _valid_tokens(attention_mask: Tensor | None, given: Tensor) -> Tensor | None
     if attention_mask is None:
         return None
     n_rows, n_columns = given.shape[:2]
-    fits = attention_mask.ndim == 2 and attention_mask.shape[0] == n_rows
-    if not fits or attention_mask.shape[1] < n_columns:
+    if attention_mask.shape != (n_rows, max(n_columns, attention_mask.shape[-1])):
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}, expected at least "
             f"[{n_rows}, {n_columns}]; extra columns are for earlier tokens"

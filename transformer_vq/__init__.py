@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformer_vq.errors import UserError
     from transformer_vq.evaluation import Evaluation, score
     from transformer_vq.generation.decode import generate, stream
-    from transformer_vq.generation.export import export_onnx, export_program
     from transformer_vq.generation.inspection import Inspection, inspect_tokens
     from transformer_vq.generation.prefill import Context, prefill
     from transformer_vq.generation.sampling import Sampling
@@ -53,7 +52,6 @@ _MODULES = {
     "errors": "UserError",
     "evaluation": "Evaluation score",
     "generation.decode": "generate stream",
-    "generation.export": "export_onnx export_program",
     "generation.inspection": "Inspection inspect_tokens",
     "generation.prefill": "Context prefill",
     "generation.sampling": "Sampling",
@@ -112,8 +110,6 @@ __all__ = [  # noqa: RUF022
     "document_ids_from_starts",
     "encoder_attention",
     "evaluate",
-    "export_onnx",
-    "export_program",
     "generate",
     "generate_text",
     "inspect_tokens",

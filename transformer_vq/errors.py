@@ -13,7 +13,6 @@ EXTRAS = {
     "fastapi": "serve",
     "lm-eval": "clients",
     "matplotlib": "plot",
-    "onnxscript": "onnx",
     "pillow": "image",
     "prometheus-client": "serve",
     "pyppmd": "compress",

@@ -127,7 +127,6 @@ def test_full_disk_is_one_error_line_and_leaves_no_files(sandbox, line):
     ("package", "line"),
     [
         ("matplotlib", "plot text-run"),
-        ("onnxscript", "export text-run new-onnx --format onnx"),
         ("transformers", "export text-run new-export"),
         ("tokenizers", "sample books-run --tokens 1"),
         ("PIL", "sample image-run --images image.png --keep 0.98"),

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.ops.cache import accumulation_dtype
-from transformer_vq.ops.runtime import is_symbolic
 
 
 def sinusoids(positions: Tensor, width: int, wavelength: float, dtype: torch.dtype) -> Tensor:
@@ -56,8 +55,6 @@ def with_few_queries(q: Tensor, table: Tensor) -> bool:
     """Return whether `scores_of_few_queries` is the cheaper form."""
     (n_distances, width), d_k = table.shape, q.shape[-1]
     n_queries = q.shape[0] * q.shape[2] * q.shape[3]
-    if is_symbolic(n_queries):
-        return not is_symbolic(q.shape[3]) and q.shape[3] == 1
     cost_keys = n_distances * width * d_k + n_queries * n_distances * d_k
     return n_queries * (d_k * width + n_distances * width) < cost_keys
 

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from transformer_vq.nn.attention import AttentionOutput, FullAttention, VQAttention
     from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
     from transformer_vq.nn.quantizer import CodebookHealth, CodeUsage, VectorQuantizer
-    from transformer_vq.ops.blockwise import vq_attention
-    from transformer_vq.ops.encoder import encoder_attention
+    from transformer_vq.ops.blockwise import encoder_attention, vq_attention
     from transformer_vq.ops.packing import document_ids_from_starts
     from transformer_vq.ops.state import AttentionState, FullState, VQState
     from transformer_vq.presets import PRESETS
@@ -61,8 +60,7 @@ _MODULES = {
     "nn.attention": "AttentionOutput FullAttention VQAttention",
     "nn.model": "ModelOutput ModelState TransformerVQ",
     "nn.quantizer": "CodeUsage CodebookHealth VectorQuantizer",
-    "ops.blockwise": "vq_attention",
-    "ops.encoder": "encoder_attention",
+    "ops.blockwise": "encoder_attention vq_attention",
     "ops.packing": "document_ids_from_starts",
     "ops.state": "AttentionState FullState VQState",
     "presets": "PRESETS",

@@ -37,7 +37,6 @@ from transformer_vq.ops.packing import (
 from transformer_vq.ops.position import (
     causal_bias,
     relative_sinusoids,
-    scores_by_distance,
     scores_of_few_queries,
     with_few_queries,
 )
@@ -213,7 +212,7 @@ class AttentionLayer(nn.Module, Generic[State]):
         if with_few_queries(q, table) and is_plain(self.r_proj):  # decoding
             weight = self.r_proj.weight.unflatten(0, (self.n_kv_head, self.d_k))
             return scores_of_few_queries(q, weight * self.d_k**-0.25, table)
-        return scores_by_distance(q, self.relative_keys(table))
+        return torch.einsum("bhgik,hdk->bhgid", q, self.relative_keys(table))
 
     def check_state(self, state: AttentionState, batch_size: int) -> None:
         """Raise ValueError if a state does not fit the layer and the batch."""

@@ -33,6 +33,7 @@ from transformer_vq.ops.quadratic import Phi, attention_weights
 from transformer_vq.ops.reductions import check_method, exclusive_prefix
 from transformer_vq.ops.runtime import check_shapes, execution_on
 from transformer_vq.ops.state import VQState
+from transformer_vq.ops.triton import check_device
 
 
 def vq_attention(
@@ -106,7 +107,9 @@ def attend_segment(
     evicted = find_evictions(state, inputs.packing, inputs.seq_len, n_blocks)
     method = _method(reduction, backend, phi)
     if method == "triton":
-        _check_triton(inputs.q.device, phi)
+        check_device(inputs.q.device)
+        if phi is not None:
+            raise UserError("backend='triton' has no phi, only the softmax; use backend='eager'")
         from transformer_vq.ops.triton.attention import attend_blocks as attend_triton
 
         output, cache = attend_triton(inputs, state, evicted, grad_through_cache)
@@ -153,15 +156,6 @@ def _check_inputs(inputs: AttentionInputs, state: VQState) -> None:
             f"by_distance has {inputs.by_distance.shape[-1]} distances, want {window_len + 1}: "
             f"{window_len}, ..., 0 for the window of the state"
         )
-
-
-def _check_triton(device: torch.device, phi: Phi | None) -> None:
-    """Raise UserError if the kernels cannot compute this call."""
-    from transformer_vq.ops.triton import check_device
-
-    check_device(device)
-    if phi is not None:
-        raise UserError("backend='triton' computes a softmax only; use backend='eager' with phi")
 
 
 def _advance(state: VQState, inputs: AttentionInputs, cache: CacheStats | None) -> VQState:
@@ -275,3 +269,27 @@ def _attend_plain(
         for part, (_, _, value) in zip(parts, columns, strict=True)
     ]
     return reduce(torch.add, outputs)
+
+
+def encoder_attention(
+    q: Tensor,
+    z: Tensor,
+    v: Tensor,
+    codebook: Tensor,
+    *,
+    phi: Phi | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Attend from every query to every key, with element-wise phi (Theorem 3.4) or softmax (3.5).
+
+    Without mask and bias, all keys with the same code have the same weight. So a query only scores
+    the S codewords, weighted by the count and mean value of each (`block_stats`).
+
+    q: [b, h, g, i, k], z: [b, h, j], v: [b, h, j, v], codebook: [h, s, k], valid: [b, j]
+    -> [b, h, g, i, v].
+    """
+    check_shapes(q=(q, "bhgik"), z=(z, "bhj"), v=(v, "bhjv"), codebook=(codebook, "hsk"))
+    stats = block_stats(z, v, codebook.shape[-2], None if valid is None else valid[:, None])
+    scores = torch.einsum("bhgik,hsk->bhgis", q, codebook)
+    weights = attention_weights(scores, phi, stats.count.unsqueeze(2)).to(v.dtype)
+    return torch.einsum("bhgis,bhsv->bhgiv", weights, stats.mean.to(v.dtype))

@@ -36,13 +36,8 @@ def relative_sinusoids(
     return sinusoids(distances, width, wavelength, dtype)
 
 
-def scores_by_distance(q: Tensor, r: Tensor) -> Tensor:
-    """Return q . r_d for every distance d. q: [b, h, g, i, k], r: [h, d, k] -> [b, h, g, i, d]."""
-    return torch.einsum("bhgik,hdk->bhgid", q, r)
-
-
 def scores_of_few_queries(q: Tensor, r_weight: Tensor, table: Tensor) -> Tensor:
-    """Return `scores_by_distance` for r_d = r_weight table_d, cheaper for few queries (decoding).
+    """Return q . r_d for r_d = r_weight table_d; cheaper for few queries (decoding).
 
     q: [b, h, g, i, k], r_weight: [h, k, w], table: [d, w] -> [b, h, g, i, d]. The product is
     associative: this projects the queries to the width of the sinusoids, not the other way round.

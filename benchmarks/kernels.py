@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -106,9 +107,9 @@ TILE_NAMES = ("ROWS", "COLUMNS", "VALUES", "V")
 
 def _launches(layer: Layer, dtype: torch.dtype) -> list[Any]:
     """Return the launches of a training step on two sequences of four blocks, and of one token."""
+    from transformer_vq.ops.triton import launch
     from transformer_vq.ops.triton.blocks import nearest_code
     from transformer_vq.ops.triton.decode import attend_one_
-    from transformer_vq.ops.triton.launch import recording
 
     b, h, g, d_k, d_v = 2, layer.h, layer.g, layer.d_k, layer.d_v
     n_code, window_len, seq_len = layer.n_code, layer.block_len, 4 * layer.block_len
@@ -120,7 +121,8 @@ def _launches(layer: Layer, dtype: torch.dtype) -> list[Any]:
         return torch.empty(*shape, dtype=torch.int64, device="meta")
 
     codebook = normal(h, n_code, d_k, dtype=torch.float32).detach()
-    with recording() as calls:
+    calls: list[Any] = []
+    with patch.object(launch, "run", calls.append):
         nearest_code(normal(b, h, seq_len, d_k).detach(), codebook)
         output, state = vq_attention(
             normal(b, h, g, seq_len, d_k),

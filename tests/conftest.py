@@ -25,7 +25,7 @@ SEVERAL_PROCESSES = {
 # Files whose tests share something expensive, so that one worker runs all tests of the file.
 SHARED_SETUP = {
     *("test_compile.py", "test_hf_export.py", "test_hf_export_options.py"),
-    *("test_lm_eval.py", "test_onnx.py", "test_stability.py"),
+    *("test_lm_eval.py", "test_stability.py"),
     *("test_cli_fuzz.py", "test_cli_errors.py", "test_mutations.py", "test_signals.py"),
     "test_synchronization.py",
 }

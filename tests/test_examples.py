@@ -110,14 +110,6 @@ def test_context_parallel_losses_equal_those_of_a_single_process(run):
 
 
 @pytest.mark.slow
-def test_context_parallel_runs_without_torchrun(run):
-    output = run("context_parallel.py")
-    assert "processes: 1, tokens per process: 512" in output
-    first, *_, last = map(float, re.search("losses: (.*)", output)[1].split())
-    assert last < first
-
-
-@pytest.mark.slow
 def test_official_weights_without_a_file(run):
     output = run("official_weights.py")
     assert "shga, 2 layers of width 64, 64 codes" in output

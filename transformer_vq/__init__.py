@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from transformer_vq.errors import UserError
     from transformer_vq.evaluation import Evaluation, score
     from transformer_vq.generation.decode import generate, stream
-    from transformer_vq.generation.export import export_onnx, export_program
     from transformer_vq.generation.inspection import Inspection, inspect_tokens
     from transformer_vq.generation.prefill import Context, prefill
     from transformer_vq.generation.sampling import Sampling
@@ -31,8 +30,7 @@ if TYPE_CHECKING:
     from transformer_vq.nn.attention import AttentionOutput, FullAttention, VQAttention
     from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
     from transformer_vq.nn.quantizer import CodebookHealth, CodeUsage, VectorQuantizer
-    from transformer_vq.ops.blockwise import vq_attention
-    from transformer_vq.ops.encoder import encoder_attention
+    from transformer_vq.ops.blockwise import encoder_attention, vq_attention
     from transformer_vq.ops.packing import document_ids_from_starts
     from transformer_vq.ops.state import AttentionState, FullState, VQState
     from transformer_vq.presets import PRESETS
@@ -53,7 +51,6 @@ _MODULES = {
     "errors": "UserError",
     "evaluation": "Evaluation score",
     "generation.decode": "generate stream",
-    "generation.export": "export_onnx export_program",
     "generation.inspection": "Inspection inspect_tokens",
     "generation.prefill": "Context prefill",
     "generation.sampling": "Sampling",
@@ -63,8 +60,7 @@ _MODULES = {
     "nn.attention": "AttentionOutput FullAttention VQAttention",
     "nn.model": "ModelOutput ModelState TransformerVQ",
     "nn.quantizer": "CodeUsage CodebookHealth VectorQuantizer",
-    "ops.blockwise": "vq_attention",
-    "ops.encoder": "encoder_attention",
+    "ops.blockwise": "encoder_attention vq_attention",
     "ops.packing": "document_ids_from_starts",
     "ops.state": "AttentionState FullState VQState",
     "presets": "PRESETS",
@@ -112,8 +108,6 @@ __all__ = [  # noqa: RUF022
     "document_ids_from_starts",
     "encoder_attention",
     "evaluate",
-    "export_onnx",
-    "export_program",
     "generate",
     "generate_text",
     "inspect_tokens",

@@ -65,14 +65,3 @@ def test_a_wait_per_decoded_token_is_the_only_one(results):
 
 def test_reading_a_value_in_a_layer_is_detected(results):
     assert results["item in a layer"]["waits"]["nn/attention.py:norm, read"] > 0
-
-
-def test_copying_a_batch_from_ordinary_memory_is_detected(results):
-    (wait,) = results["blocking copies"]["waits"]
-    assert wait.startswith("parallel/strategy.py:")
-    assert wait.endswith(", copy from the host")
-
-
-def test_mixed_devices_are_detected(results):
-    error = results["device dropped"]["error"]
-    assert "has tensors of the host and of the device" in error

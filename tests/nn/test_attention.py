@@ -199,14 +199,6 @@ def test_a_state_of_another_batch_or_layer_is_rejected(kind):
         layer(x, other.init_state(2))
 
 
-def test_a_state_with_other_codes_or_blocks_is_rejected():
-    layer = make("vq", "shga")
-    x = torch.zeros(2, 5, D_MODEL, dtype=torch.float64)
-    for other in ({"n_code": 8}, {"block_len": 5}, {"compressive_cache": False}):
-        with pytest.raises(ValueError, match="another model"):
-            layer(x, make("vq", "shga", **other).init_state(2))
-
-
 def test_impossible_layers_are_rejected():
     with pytest.raises(ValueError, match="choose"):
         VQAttention(12, head_type="both")

@@ -147,19 +147,6 @@ def test_activation_checkpointing_changes_nothing_for_ragged_batches(reduction):
         assert_close("gradient", got, want)
 
 
-def test_bad_packings_are_rejected():
-    model = make()
-    x = tokens(2, 6)
-    with pytest.raises(ValueError, match="valid has shape"):
-        model(x, valid=torch.ones(2, 5, dtype=torch.bool))
-    with pytest.raises(ValueError, match="reappears"):
-        model(x, document_ids=torch.tensor([[0, 1, 0, 1, 0, 1]] * 2))
-    with pytest.raises(ValueError, match="is unknown"):
-        model(x, model(x).state, document_ids=torch.zeros_like(x))
-    with pytest.raises(ValueError, match="batch size of 3"):
-        model(x, model.init_state(3), valid=x >= 0)
-
-
 def test_the_content_of_padding_is_ignored_even_if_nan():
     layer = VQAttention(16, d_k=8, n_code=7, block_len=4).double()
     x = torch.randn(2, 14, 16, dtype=torch.float64)

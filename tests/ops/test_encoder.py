@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import assert_close, attention_inputs
 
-from transformer_vq.ops.encoder import encoder_attention
+from transformer_vq.ops.blockwise import encoder_attention
 from transformer_vq.ops.quadratic import quadratic_attention
 
 

@@ -56,11 +56,3 @@ def test_minimal_equals_decoding_token_by_token():
     got, got_state = decode_all(inputs, 0, 30, inputs.empty_state())
     assert_close("output", got, want)
     assert_same_state(got_state, want_state)
-
-
-def test_minimal_creates_all_tensors_on_the_device_of_its_inputs():
-    inputs = attention_inputs(20, h=2, g=2, block_len=8)
-    meta = torch.device("meta")
-    arguments = [x.to(meta) for x in inputs.part(0, 20)]
-    y, after = minimal_vq_attention(*arguments, inputs.empty_state().to(meta))
-    assert {x.device for x in (y, after.k, after.position, after.cache.mean)} == {meta}

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from helpers import assert_close, attention_inputs
+from helpers import assert_close
 
-from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.cache import CacheStats, block_stats, merge
 from transformer_vq.ops.reductions import REDUCTIONS, exclusive_prefix
 
@@ -49,11 +48,3 @@ def test_each_reduction_equals_statistics_of_all_earlier_tokens(reduction, n_blo
     (got_grad,) = torch.autograd.grad((got_mean * probe).sum(), v)
     (want_grad,) = torch.autograd.grad((want_mean * probe).sum(), v)
     assert_close("gradient", got_grad, want_grad)
-
-
-@pytest.mark.parametrize("seq_len", [3, 8, 20])
-@pytest.mark.parametrize("cache", [True, False])
-def test_an_unknown_reduction_is_rejected_by_name_for_any_number_of_blocks(seq_len, cache):
-    inputs = attention_inputs(seq_len, block_len=8)
-    with pytest.raises(ValueError, match=r"'sum'.*serial"):
-        vq_attention(*inputs.part(0, seq_len), inputs.empty_state(cache), reduction="sum")

@@ -56,11 +56,6 @@ def test_check_mesh_rejects_what_cannot_be_split(config, mesh, message):
         check_mesh(config, replace(mesh, dp=max(mesh.dp, 1)))
 
 
-@pytest.mark.parametrize("axis", ["dp", "fsdp", "cp", "tp"])
-def test_check_mesh_accepts_compiled_runs(axis):
-    check_mesh(run_config(compile=True), replace(ParallelConfig(dp=1), **{axis: 2}))
-
-
 def test_mesh_without_torchrun_exits_with_status_2(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["train", "tiny", "--parallel.fsdp", "2", "--out", str(tmp_path / "run")])

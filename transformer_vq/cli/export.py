@@ -1,4 +1,4 @@
-"""tvq export: write a run as a folder for Hugging Face transformers, or as ONNX graphs."""
+"""tvq export: write a run as a folder for Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from typing import Annotated, Literal
 import tyro
 
 from transformer_vq.cli.arguments import Checkpoint, Run, parse
-from transformer_vq.errors import UserError
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """Export a run to a folder for Hugging Face transformers, or as ONNX graphs."""
+    """Export a run to a folder for Hugging Face transformers."""
 
     run: Run
     """Run folder, or books, the model in the package."""
     folder: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="FOLDER")]]
-    """New folder for config, safetensors, tokenizer and model card, or for ONNX files."""
+    """New folder for config, safetensors, tokenizer and model card."""
     checkpoint: Checkpoint = "best"
-    format: Literal["hf", "onnx"] = "hf"
-    """hf: for transformers. onnx: the graphs forward, prefill and decode, without a tokenizer."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Type of the weights; codebooks are always float32."""
     chat_template: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -37,9 +34,6 @@ class ExportOptions:
 def run(arguments: list[str]) -> None:
     """Export a run."""
     options = parse(ExportOptions, arguments, "export")
-    if options.format == "onnx":
-        _export_onnx(options)
-        return
 
     from transformer_vq.hf.export import export
     from transformer_vq.training.packaged import find_run
@@ -57,20 +51,3 @@ def run(arguments: list[str]) -> None:
     print("load it with transformers, either after the import or with trust_remote_code=True:")
     print("  import transformer_vq.hf")
     print(f"  AutoModelForCausalLM.from_pretrained({str(options.folder)!r})")
-
-
-def _export_onnx(options: ExportOptions) -> None:
-    plain = ExportOptions(options.run, options.folder, options.checkpoint, "onnx")
-    if ignored := [n for n, x in vars(plain).items() if getattr(options, n) != x]:
-        raise UserError(f"--{ignored[0].replace('_', '-')}: not with --format onnx")
-
-    from transformer_vq.generation.export import export_onnx
-    from transformer_vq.training.checkpoint import load_model
-    from transformer_vq.training.packaged import find_run
-
-    model, which = load_model(find_run(options.run), options.checkpoint)
-    has_state = model.config.attention == "vq"
-    export_onnx(
-        model, options.folder, ("forward", "prefill", "decode") if has_state else ("forward",)
-    )
-    print(f"{options.folder}: {which} of {options.run} as ONNX; run it with onnxruntime")

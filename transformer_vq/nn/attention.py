@@ -37,18 +37,12 @@ from transformer_vq.ops.packing import (
 from transformer_vq.ops.position import (
     causal_bias,
     relative_sinusoids,
-    scores_by_distance,
     scores_of_few_queries,
     with_few_queries,
 )
 from transformer_vq.ops.quadratic import quadratic_attention
 from transformer_vq.ops.reductions import check_method
-from transformer_vq.ops.runtime import (
-    execution_on,
-    is_symbolic,
-    symbolic_blocks,
-    tensor_tree,
-)
+from transformer_vq.ops.runtime import execution_on, tensor_tree
 from transformer_vq.ops.state import AttentionState, FullState, VQState
 
 T = TypeVar("T")
@@ -115,10 +109,6 @@ class AttentionLayer(nn.Module, Generic[State]):
         """Return the largest distance that has a positional score."""
         raise NotImplementedError
 
-    def symbolic_blocks(self, seq_len: int) -> int | None:
-        """Return the number of blocks if the length is symbolic (torch.export), otherwise None."""
-        return None
-
     def forward(
         self,
         x: Tensor,
@@ -129,7 +119,6 @@ class AttentionLayer(nn.Module, Generic[State]):
         packing: Packing | None = None,
         sinusoids: Tensor | None = None,
         key_priority: Tensor | None = None,
-        n_blocks: int | None = None,
     ) -> AttentionOutput[State]:
         """Attend within the next segment of each sequence, and to all earlier ones.
 
@@ -137,8 +126,8 @@ class AttentionLayer(nn.Module, Generic[State]):
         valid: [b, t], False for padding, which may be anywhere; it is ignored, and its output is
         zero. document_ids: [b, t]; tokens attend within their document only.
         key_priority: [b, t] of int64, which keys may become codes; see `VectorQuantizer.forward`.
-        packing, sinusoids, n_blocks: from a model, which computes them once for all its layers and
-        has checked the state; x and key_priority are then in the order of `Packing.gather`.
+        packing, sinusoids: from a model, which computes them once for all its layers and has
+        checked the state; x and key_priority are then in the order of `Packing.gather`.
         """
         state = self.init_state(x.shape[0], x.device) if state is None else state
         if sinusoids is None:
@@ -153,7 +142,7 @@ class AttentionLayer(nn.Module, Generic[State]):
         if packing is not None and not is_gathered:
             x = packing.gather(x)
             key_priority = None if key_priority is None else packing.gather(key_priority)
-        output = self._attend(x, packing, key_priority, state, sinusoids, n_blocks)
+        output = self._attend(x, packing, key_priority, state, sinusoids)
         if packing is None:
             return output
         y = output.y if is_gathered else packing.scatter(output.y)
@@ -183,7 +172,7 @@ class AttentionLayer(nn.Module, Generic[State]):
         return output
 
     def _segment(self, *segment: Any) -> AttentionOutput[State]:
-        """Project and attend. Arguments: x, packing, key_priority, state, sinusoids, n_blocks."""
+        """Project and attend. Arguments: x, packing, key_priority, state, sinusoids."""
         raise NotImplementedError
 
     def _state_shapes(self, state: AttentionState) -> dict[str, tuple[int, ...]]:
@@ -223,7 +212,7 @@ class AttentionLayer(nn.Module, Generic[State]):
         if with_few_queries(q, table) and is_plain(self.r_proj):  # decoding
             weight = self.r_proj.weight.unflatten(0, (self.n_kv_head, self.d_k))
             return scores_of_few_queries(q, weight * self.d_k**-0.25, table)
-        return scores_by_distance(q, self.relative_keys(table))
+        return torch.einsum("bhgik,hdk->bhgid", q, self.relative_keys(table))
 
     def check_state(self, state: AttentionState, batch_size: int) -> None:
         """Raise ValueError if a state does not fit the layer and the batch."""
@@ -312,9 +301,6 @@ class VQAttention(AttentionLayer[VQState]):
     def max_distance(self, state: AttentionState, seq_len: int) -> int:
         return self.config.block_len
 
-    def symbolic_blocks(self, seq_len: int) -> int | None:
-        return symbolic_blocks(seq_len, self.config.block_len)
-
     def segment_len(self, batch_size: int, seq_len: int, device: torch.device | None = None) -> int:
         """Return the maximum number of tokens that the layer processes at a time.
 
@@ -324,7 +310,7 @@ class VQAttention(AttentionLayer[VQState]):
         if self.reduction == "input_scan" and not self._is_sharded():
             return block_len
         is_auto = self.reduction == "auto" and self.backend != "triton"
-        if self._is_sharded() or not is_auto or is_symbolic(batch_size):
+        if self._is_sharded() or not is_auto:
             return seq_len
         n_scores = batch_size * self.heads.n_head * (self.config.n_code + 2 * block_len)
         execution = execution_on(self.u.device if device is None else device)
@@ -336,7 +322,7 @@ class VQAttention(AttentionLayer[VQState]):
         packing: Packing | None,
         key_priority: Tensor | None,
         state: VQState,
-        *others: Any,
+        sinusoids: Tensor,
     ) -> AttentionOutput[VQState]:
         """Cut the input into segments, and attend from one after the other."""
         state = self._with_sinusoid_mask(state)
@@ -350,7 +336,7 @@ class VQAttention(AttentionLayer[VQState]):
         priorities = [None] * len(lens) if key_priority is None else split(key_priority, lens, 1)
         outputs: list[AttentionOutput[VQState]] = []
         for segment in zip(split(x, lens, 1), packings, priorities, strict=True):
-            outputs.append(super()._attend(*segment, state, *others))
+            outputs.append(super()._attend(*segment, state, sinusoids))
             state = outputs[-1].state
         return _join(outputs, packings)
 
@@ -361,7 +347,6 @@ class VQAttention(AttentionLayer[VQState]):
         key_priority: Tensor | None,
         state: VQState,
         sinusoids: Tensor,
-        n_blocks: int | None,
     ) -> AttentionOutput[VQState]:
         """Project, quantize and attend for one segment."""
         x_tilde = self.norm(x)
@@ -381,7 +366,6 @@ class VQAttention(AttentionLayer[VQState]):
             reduction=self.reduction,
             backend=self.backend,
             grad_through_cache=self.config.grad_through_cache,
-            n_blocks=n_blocks,
         )
         y = self.residual(wv, x_tilde)
         return AttentionOutput(y, state, quantized.commit_loss, quantized.usage)
@@ -445,7 +429,6 @@ class FullAttention(AttentionLayer[FullState]):
         key_priority: Tensor | None,
         state: FullState,
         sinusoids: Tensor,
-        n_blocks: int | None,
     ) -> AttentionOutput[FullState]:
         x_tilde = self.norm(x)
         q_content, q_position = self.queries(x_tilde)

@@ -192,7 +192,6 @@ class Stack(nn.Module):
         if key_priority is not None and packing is not None:
             key_priority = packing.gather(key_priority)
         sinusoids = self._attentions()[0].sinusoids(state.layers[0], seq_len)
-        n_blocks = self._attentions()[0].symbolic_blocks(seq_len)
         branch_keep = self._branch_keep(state)
         commit_loss = torch.zeros((), dtype=x.dtype, device=x.device)
         states: list[AttentionState] = []
@@ -208,7 +207,6 @@ class Stack(nn.Module):
                     packing=packing,
                     sinusoids=sinusoids,
                     key_priority=key_priority,
-                    n_blocks=n_blocks,
                 )
                 y = output.y
                 commit_loss = commit_loss + output.commit_loss.to(commit_loss.device)

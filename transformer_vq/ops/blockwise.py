@@ -31,13 +31,9 @@ from transformer_vq.ops.packing import (
 from transformer_vq.ops.position import local_bias
 from transformer_vq.ops.quadratic import Phi, attention_weights
 from transformer_vq.ops.reductions import check_method, exclusive_prefix
-from transformer_vq.ops.runtime import (
-    check_shapes,
-    execution_on,
-    is_symbolic,
-    symbolic_blocks,
-)
+from transformer_vq.ops.runtime import check_shapes, execution_on
 from transformer_vq.ops.state import VQState
+from transformer_vq.ops.triton import check_device
 
 
 def vq_attention(
@@ -68,8 +64,8 @@ def vq_attention(
     attention to the last L tokens.
     packing: padding and documents, in the order of `Packing.gather`.
     reduction: "serial", "matmul" or "associative" across blocks, or "input_scan" for one block at a
-    time. "auto" is the fast implementation in `fused`; while torch.compile or torch.export traces,
-    and with phi, it is "serial" instead. Results agree up to rounding.
+    time. "auto" is the fast implementation in `fused`; while torch.compile traces, and with
+    phi, it is "serial" instead. Results agree up to rounding.
     backend: "eager", or "triton" for the GPU kernels in `ops/triton` (extra `triton`). "auto" is
     "eager" on all devices.
     phi: element-wise nonlinearity instead of the softmax (Theorem 3.6).
@@ -105,25 +101,15 @@ def attend_segment(
     backend: str = "auto",
     phi: Phi | None = None,
     grad_through_cache: bool = True,
-    n_blocks: int | None = None,
 ) -> tuple[Tensor, VQState]:
-    """Compute `vq_attention` for whole blocks, or for a single shorter one; nothing is checked.
-
-    n_blocks: `symbolic_blocks` of the length, computed once for all layers of an exported model.
-    """
-    window_len, n_tokens = state.k.shape[-2], inputs.seq_len
-    whole = inputs
-    if is_symbolic(n_tokens):  # blocks of one length, as many as there will be
-        r = symbolic_blocks(n_tokens, window_len) if n_blocks is None else n_blocks
-        assert r is not None
-        whole = inputs.padded(r * window_len)
-        evicted = find_evictions(state, whole.packing, whole.seq_len, r, n_tokens)
-    else:
-        r = max(1, n_tokens // window_len)
-        evicted = find_evictions(state, inputs.packing, n_tokens, r)
+    """Compute `vq_attention` for whole blocks, or for a single shorter one; nothing is checked."""
+    n_blocks = max(1, inputs.seq_len // state.k.shape[-2])
+    evicted = find_evictions(state, inputs.packing, inputs.seq_len, n_blocks)
     method = _method(reduction, backend, phi)
     if method == "triton":
-        _check_triton(inputs.q.device, phi)
+        check_device(inputs.q.device)
+        if phi is not None:
+            raise UserError("backend='triton' has no phi, only the softmax; use backend='eager'")
         from transformer_vq.ops.triton.attention import attend_blocks as attend_triton
 
         output, cache = attend_triton(inputs, state, evicted, grad_through_cache)
@@ -131,10 +117,9 @@ def attend_segment(
         tile_queries = execution_on(inputs.q.device).tile_queries
         output, cache = attend_blocks(inputs, state, evicted, grad_through_cache, tile_queries)
     else:
-        output, cache = _plain_blocks(whole, state, evicted, grad_through_cache, method, phi)
+        output, cache = _plain_blocks(inputs, state, evicted, grad_through_cache, method, phi)
     if cache is not None and evicted.kept is not None:
         cache = CacheStats(cache.mean, cache.count * evicted.kept.view(-1, 1, 1))
-    output = output if whole is inputs else output.narrow(-2, 0, n_tokens)
     return output, _advance(state, inputs, cache)
 
 
@@ -171,17 +156,6 @@ def _check_inputs(inputs: AttentionInputs, state: VQState) -> None:
             f"by_distance has {inputs.by_distance.shape[-1]} distances, want {window_len + 1}: "
             f"{window_len}, ..., 0 for the window of the state"
         )
-
-
-def _check_triton(device: torch.device, phi: Phi | None) -> None:
-    """Raise UserError if the kernels cannot compute this call."""
-    from transformer_vq.ops.triton import check_device
-
-    check_device(device)
-    if phi is not None:
-        raise UserError("backend='triton' computes a softmax only; use backend='eager' with phi")
-    if torch.compiler.is_exporting():
-        raise UserError("backend='triton' cannot be exported; use backend='auto'")
 
 
 def _advance(state: VQState, inputs: AttentionInputs, cache: CacheStats | None) -> VQState:
@@ -295,3 +269,27 @@ def _attend_plain(
         for part, (_, _, value) in zip(parts, columns, strict=True)
     ]
     return reduce(torch.add, outputs)
+
+
+def encoder_attention(
+    q: Tensor,
+    z: Tensor,
+    v: Tensor,
+    codebook: Tensor,
+    *,
+    phi: Phi | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Attend from every query to every key, with element-wise phi (Theorem 3.4) or softmax (3.5).
+
+    Without mask and bias, all keys with the same code have the same weight. So a query only scores
+    the S codewords, weighted by the count and mean value of each (`block_stats`).
+
+    q: [b, h, g, i, k], z: [b, h, j], v: [b, h, j, v], codebook: [h, s, k], valid: [b, j]
+    -> [b, h, g, i, v].
+    """
+    check_shapes(q=(q, "bhgik"), z=(z, "bhj"), v=(v, "bhjv"), codebook=(codebook, "hsk"))
+    stats = block_stats(z, v, codebook.shape[-2], None if valid is None else valid[:, None])
+    scores = torch.einsum("bhgik,hsk->bhgis", q, codebook)
+    weights = attention_weights(scores, phi, stats.count.unsqueeze(2)).to(v.dtype)
+    return torch.einsum("bhgis,bhsv->bhgiv", weights, stats.mean.to(v.dtype))

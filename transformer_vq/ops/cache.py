@@ -90,10 +90,6 @@ def code_sums(
     if valid is not None:
         weight = valid.to(dtype).expand(z.shape)
         x = x * weight.unsqueeze(-1)
-    if torch.compiler.is_exporting():  # as a matrix product, which every runtime has
-        one_hot = (z.unsqueeze(-1) == torch.arange(n_code, device=z.device)).to(dtype)
-        one_hot = one_hot * weight.unsqueeze(-1)
-        return one_hot.mT @ x, one_hot.sum(-2)
     # A flat table with a row for every (leading index, code) needs a single index_add.
     lead, n_rows = z.shape[:-1], z.shape[:-1].numel() * n_code
     offsets = torch.arange(0, n_rows, n_code, device=z.device).view(*lead, 1)

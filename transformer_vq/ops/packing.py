@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from transformer_vq.ops.runtime import check_values, is_symbolic
+from transformer_vq.ops.runtime import check_values
 from transformer_vq.ops.state import AttentionState
 
 
@@ -42,13 +41,6 @@ class Packing:
             segments.append(Packing(doc_start - start, length))
             start += n
         return segments
-
-    def padded(self, n: int) -> Packing:
-        """Return the packing of the same segment with n more columns of padding."""
-        seq_len, length = self.doc_start.shape[1], self.length
-        if length is None:
-            length = torch.full_like(self.doc_start[:, 0], seq_len)
-        return Packing(F.pad(self.doc_start, (0, n)), length)
 
     @property
     def valid(self) -> Tensor | None:
@@ -104,22 +96,13 @@ class Eviction:
 
 
 def find_evictions(
-    state: AttentionState,
-    packing: Packing | None,
-    seq_len: int,
-    n_blocks: int,
-    n_tokens: int | None = None,
+    state: AttentionState, packing: Packing | None, seq_len: int, n_blocks: int
 ) -> Eviction:
-    """Return the evictions of a segment of n_blocks blocks: its first tokens follow the window.
-
-    n_tokens: number of tokens without a padding that `packing` does not describe.
-    """
+    """Return the evictions of a segment of n_blocks blocks: its first tokens follow the window."""
     window_len, n_query = state.k.shape[-2], seq_len // n_blocks
     if packing is None:
         later = state.window_valid.new_ones(state.position.shape[0], seq_len)
         counted = torch.cat([state.window_valid, later], dim=-1)[:, :seq_len]
-        if n_tokens is not None:
-            counted = counted & (torch.arange(seq_len, device=counted.device) < n_tokens)
         return Eviction(counted.unflatten(-1, (n_blocks, n_query)))
 
     position = state.position
@@ -261,9 +244,6 @@ def newest(window: Tensor, segment: Tensor, n: int, length: Tensor | None, dim: 
     """
     window = window.to(segment.dtype)
     seq_len = segment.shape[dim]
-    if length is None and is_symbolic(seq_len):
-        both = torch.cat([window, segment], dim=dim)
-        return both.narrow(dim, both.shape[dim] - n, n)
     if length is None:
         if seq_len >= n:
             # A copy: a view would keep the segment in memory as long as the state exists.
@@ -280,11 +260,8 @@ def newest(window: Tensor, segment: Tensor, n: int, length: Tensor | None, dim: 
 def segment_lens(seq_len: int, block_len: int, max_len: int) -> list[int]:
     """Cut a sequence: into segments of at most max_len tokens, in whole blocks, then the rest.
 
-    Only the last segment may be shorter than a block. max_len is rounded down to whole blocks. A
-    sequence of symbolic length is not cut.
+    Only the last segment may be shorter than a block. max_len is rounded down to whole blocks.
     """
-    if is_symbolic(seq_len):
-        return [seq_len]
     segment_len = max(max_len // block_len, 1) * block_len
     n_whole = seq_len // block_len * block_len
     lens = [min(segment_len, n_whole - start) for start in range(0, n_whole, segment_len)]
@@ -299,7 +276,7 @@ def split(x: Tensor, lens: Sequence[int], dim: int) -> tuple[Tensor, ...]:
 def shift_in(window: Tensor, segment: Tensor, n_blocks: int, dim: int) -> Tensor:
     """Return the window, then all blocks of the segment but the last."""
     window = window.to(segment.dtype)
-    if not is_symbolic(n_blocks) and n_blocks == 1:
+    if n_blocks == 1:
         return window
     kept = segment.narrow(dim, 0, segment.shape[dim] - window.shape[dim])
     return torch.cat([window, kept], dim=dim)
@@ -349,12 +326,6 @@ class AttentionInputs:
             segments.append(replace(segment, packing=packing))
             start += n
         return segments
-
-    def padded(self, seq_len: int) -> AttentionInputs:
-        """Return the same segment with zeros at the end, up to seq_len tokens."""
-        n, packing = seq_len - self.seq_len, self.packing
-        padded = self._map(lambda x, dim: F.pad(x, (*[0, 0] * (-1 - dim), 0, n)))
-        return replace(padded, packing=None if packing is None else packing.padded(n))
 
     def blocked(self, n_blocks: int) -> AttentionInputs:
         """Return a view in which the axis of tokens is divided into n_blocks blocks."""

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.ops.cache import accumulation_dtype
-from transformer_vq.ops.runtime import is_symbolic
 
 
 def sinusoids(positions: Tensor, width: int, wavelength: float, dtype: torch.dtype) -> Tensor:
@@ -37,13 +36,8 @@ def relative_sinusoids(
     return sinusoids(distances, width, wavelength, dtype)
 
 
-def scores_by_distance(q: Tensor, r: Tensor) -> Tensor:
-    """Return q . r_d for every distance d. q: [b, h, g, i, k], r: [h, d, k] -> [b, h, g, i, d]."""
-    return torch.einsum("bhgik,hdk->bhgid", q, r)
-
-
 def scores_of_few_queries(q: Tensor, r_weight: Tensor, table: Tensor) -> Tensor:
-    """Return `scores_by_distance` for r_d = r_weight table_d, cheaper for few queries (decoding).
+    """Return q . r_d for r_d = r_weight table_d; cheaper for few queries (decoding).
 
     q: [b, h, g, i, k], r_weight: [h, k, w], table: [d, w] -> [b, h, g, i, d]. The product is
     associative: this projects the queries to the width of the sinusoids, not the other way round.
@@ -56,8 +50,6 @@ def with_few_queries(q: Tensor, table: Tensor) -> bool:
     """Return whether `scores_of_few_queries` is the cheaper form."""
     (n_distances, width), d_k = table.shape, q.shape[-1]
     n_queries = q.shape[0] * q.shape[2] * q.shape[3]
-    if is_symbolic(n_queries):
-        return not is_symbolic(q.shape[3]) and q.shape[3] == 1
     cost_keys = n_distances * width * d_k + n_queries * n_distances * d_k
     return n_queries * (d_k * width + n_distances * width) < cost_keys
 

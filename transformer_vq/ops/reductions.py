@@ -12,7 +12,7 @@ from torch import Tensor
 
 from transformer_vq.errors import UserError
 from transformer_vq.ops.cache import CacheStats, fraction, merge
-from transformer_vq.ops.runtime import full_precision, is_symbolic
+from transformer_vq.ops.runtime import full_precision
 
 REDUCTIONS = ("auto", "serial", "matmul", "associative", "input_scan")
 BACKENDS = ("auto", "eager", "triton")
@@ -39,23 +39,18 @@ def exclusive_prefix(
 
     Returns prefix with mean: [b, h, r, s, v] and total with mean: [b, h, s, v].
     """
-    n_blocks = blocks.count.shape[-2]
-    is_exported = is_symbolic(n_blocks)
-    if not is_exported and n_blocks == 1:
+    if blocks.count.shape[-2] == 1:
         first = CacheStats(initial.mean.unsqueeze(-3), initial.count.unsqueeze(-2))
         return first, merge(initial, blocks.blocks(0))
-    if reduction == "serial" and not is_exported:
+    if reduction == "serial":
         return _serial(blocks, initial)
-    scan = _matmul if reduction == "matmul" else _associative
-    if is_exported:  # a fold or a tree would fix the number of blocks
-        scan = _cumulative if blocks.carry is None else _matmul
     carry = None if blocks.carry is None else F.pad(blocks.carry, (1, 0), value=1)
     chain = CacheStats(
         torch.cat([initial.mean.unsqueeze(-3), blocks.mean], dim=-3),
         torch.cat([initial.count.unsqueeze(-2), blocks.count], dim=-2),
         carry,
     )
-    inclusive = scan(chain)
+    inclusive = _matmul(chain) if reduction == "matmul" else _associative(chain)
     return inclusive.blocks(slice(0, -1)), inclusive.blocks(-1)
 
 
@@ -92,17 +87,6 @@ def _matmul(chain: CacheStats) -> CacheStats:
     with full_precision(share.device):  # a mean in bfloat16 would not be a running mean
         mean = torch.einsum("...srg,...gsv->...rsv", share, chain.mean)
     return CacheStats(mean, count.transpose(-1, -2))
-
-
-def _cumulative(chain: CacheStats) -> CacheStats:
-    """Divide cumulative sums by cumulative counts, for blocks of one document.
-
-    The closed form for a symbolic number of blocks, in linear memory.
-    """
-    dtype = chain.mean.dtype
-    sums = (chain.mean * chain.count.unsqueeze(-1).to(dtype)).cumsum(-3)
-    count = chain.count.cumsum(-2)
-    return CacheStats(sums / count.clamp(min=1).unsqueeze(-1).to(dtype), count)
 
 
 def _associative(chain: CacheStats) -> CacheStats:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -58,31 +58,9 @@ T = TypeVar("T")
 
 
 def tensor_tree(kind: type[T]) -> type[T]:
-    """Register a dataclass, so that torch.export and FSDP find the tensors in it. A decorator."""
+    """Register a dataclass, so that states and FSDP find the tensors in it. A decorator."""
     _pytree.register_dataclass(kind, serialized_type_name=f"{kind.__module__}.{kind.__qualname__}")
     return kind
-
-
-def is_symbolic(size: int) -> bool:
-    """Return whether torch.export leaves this size open, so that no branch may depend on it."""
-    return torch.compiler.is_exporting() and not isinstance(size, int)
-
-
-def symbolic_blocks(seq_len: int, block_len: int) -> int | None:
-    """Return the number of blocks of a symbolic length, counting a partial one; otherwise None.
-
-    The result is a new symbol. An expression in seq_len would let torch.export specialize on it,
-    for example on more than one block.
-    """
-    if not is_symbolic(seq_len):
-        return None
-    expression = (seq_len + block_len - 1) // block_len
-    n_blocks: Any = torch.scalar_tensor(expression, dtype=torch.int64).item()
-    torch._check(n_blocks >= 1)
-    torch._check(n_blocks * block_len >= seq_len)
-    torch._check(n_blocks * block_len < seq_len + block_len)
-    result: int = n_blocks
-    return result
 
 
 def check_shapes(**tensors: tuple[Tensor, str]) -> None:

@@ -137,13 +137,10 @@ class ParallelStrategy:
         if self.is_compiled:
             compile_branches(model, fullgraph=mesh.cp * mesh.tp == 1)
         self._is_sharded = mesh.fsdp * mesh.tp > 1
-        self.parameters = self._parameters()
+        self.parameters = dict(model.named_parameters())
         """The parameters for the optimizer: DTensors if any of them is sharded."""
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        if not self._is_sharded:
-            return dict(self.model.named_parameters())
-        return sharded_parameters(self.model, self._tp_axes, self.world.axes["tp"])
+        if self._is_sharded:
+            self.parameters = sharded_parameters(model, self._tp_axes, world.axes["tp"])
 
     # One training step: micro_batch -> forward -> backward -> carry, then the sums.
 
@@ -326,8 +323,8 @@ class RNGStreams:
         self.states: dict[str, Tensor] = {}
         self.current = "rows"
         for branch in model.branches:
-            branch.register_forward_pre_hook(self._enter_branch)
-            branch.register_forward_hook(self._leave_branch)
+            branch.register_forward_pre_hook(lambda *_: self._switch("sinusoids"))
+            branch.register_forward_hook(lambda *_: self._switch("tokens"))
 
     def start(self, step: int, micro_batch: int) -> None:
         """Seed all streams for the forward pass of one micro-batch of a step."""
@@ -339,18 +336,11 @@ class RNGStreams:
         self.current = "rows"
         self._set(self.states["rows"])
 
-    def _enter_branch(self, *_: Any) -> None:
-        if self.states:
-            self._switch("sinusoids")
-
-    def _leave_branch(self, *_: Any) -> None:
-        if self.states:
-            self._switch("tokens")
-
     def _switch(self, name: str) -> None:
-        self.states[self.current] = self._get()
-        self.current = name
-        self._set(self.states[name])
+        if self.states:
+            self.states[self.current] = self._get()
+            self.current = name
+            self._set(self.states[name])
 
     def _get(self) -> Tensor:
         if self.device.type == "cuda":

@@ -22,12 +22,15 @@ def check_package() -> None:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise UserError unless kernels can run on the device, or in Triton's interpreter."""
+    """Raise UserError unless kernels can run on the device, or in Triton's interpreter.
+
+    The device "meta" is for collecting launches, not for running them.
+    """
     check_package()
 
-    from transformer_vq.ops.triton.launch import is_interpreted, is_recording
+    from transformer_vq.ops.triton.launch import is_interpreted
 
-    if device.type == "cuda" or is_recording() or (device.type == "cpu" and is_interpreted()):
+    if device.type in ("cuda", "meta") or (device.type == "cpu" and is_interpreted()):
         return
     raise UserError(
         f"backend='triton' needs a GPU, but the tensors are on {device.type}; "

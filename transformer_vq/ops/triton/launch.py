@@ -1,13 +1,12 @@
-"""Launch kernels, or record the launches to compile them for other devices.
+"""Launch kernels.
 
-Every launch goes through `launch`. So the ahead-of-time compilation of `benchmarks/kernels.py` and
-the checks of the tests see exactly what runs.
+Every launch goes through `run`. So the ahead-of-time compilation of `benchmarks/kernels.py` and the
+checks of the tests, which replace it, see exactly what runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,24 +55,6 @@ class Launch:
     options: Mapping[str, int]
 
 
-_recorded: list[Launch] | None = None
-
-
-@contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Collect launches instead of running them; tensors may be on the device "meta"."""
-    global _recorded
-    before, _recorded = _recorded, []
-    try:
-        yield _recorded
-    finally:
-        _recorded = before
-
-
-def is_recording() -> bool:
-    return _recorded is not None
-
-
 def is_interpreted() -> bool:
     """Return whether kernels run in Triton's interpreter, on the CPU."""
     return bool(triton.knobs.runtime.interpret)
@@ -84,15 +65,11 @@ def launch(kernel: Any, grid: tuple[int, ...], tiles: Tiles, **values: Any) -> N
     constants = {name: x for name, x in values.items() if name.isupper()}
     arguments = {name: x for name, x in values.items() if not name.isupper()}
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
-    call = Launch(kernel, grid, arguments, constants, options)
-    if _recorded is None:
-        run(call)
-    else:
-        _recorded.append(call)
+    run(Launch(kernel, grid, arguments, constants, options))
 
 
 def run(call: Launch) -> None:
-    """Run a launch; tests wrap this function."""
+    """Run a launch; may be replaced by a function that wraps or collects launches."""
     tensor = next(x for x in call.arguments.values() if isinstance(x, Tensor))
     with torch.cuda.device_of(tensor):
         call.kernel[call.grid](**call.arguments, **call.constants, **call.options)

@@ -12,7 +12,6 @@ sys.path.append(str(FOLDER))
 SCRIPTS = {
     "ablation": "ablate",
     "compression": "compress",
-    "demo": "transformer_vq.demo",
     "first": "first_token",
     "laws": "scaling",
     "profile": "profile_step",

@@ -205,7 +205,7 @@ def test_prepare_reads_a_field_learns_a_vocabulary_and_names_its_own_options(tmp
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0].strip() for line in lines[1:]] == ["train"]
     assert "300 documents" in lines[1]
-    assert "use --text-field" in user_error(capsys, *arguments, "--text-field", "x")
+    assert "set --text-field" in user_error(capsys, *arguments, "--text-field", "x")
     message = user_error(capsys, *arguments, "--tokenizer", "bpe", "--vocab-size", "9000")
     assert "--vocab-size to at most" in message
 

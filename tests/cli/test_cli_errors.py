@@ -43,7 +43,10 @@ def succeed(sandbox, line, prepare=None):
         ("train tiny --data.path= ", "--data.path"),
         (f"{TRAIN} --train.device tpu", "tvq: device 'tpu' is not available"),
         ("info tiny --parallel.dp 300", "--train.batch-size"),
-        (f"{TRAIN} --data.tokenizer gpt2", "gpt2 does not exist"),
+        (
+            f"{TRAIN} --data.tokenizer gpt2",
+            "No such file or directory; --data.tokenizer must be",
+        ),
         ("train", "give a PRESET first, or --config FILE: tvq train PRESET"),
         ("train tiny --config", "Missing value for argument '--config'"),
         ("train --config texts", "texts is not a run folder (no config.json)"),
@@ -65,7 +68,10 @@ def succeed(sandbox, line, prepare=None):
         ("export text-run", "Missing from tvq export: FOLDER"),
         ("prepare txt", "invalid choice 'txt'"),
         ("prepare text --path nothing", "nothing does not exist; give a file, a folder or a"),
-        ("prepare text --path texts --tokenizer x", "x does not exist; --tokenizer must be"),
+        (
+            "prepare text --path texts --tokenizer x",
+            "No such file or directory; --tokenizer must be",
+        ),
         ("prepare text --path texts --vocab-size 9", "--vocab-size"),
         ("prepare enwik8 --path texts/0.txt --text-field body", "--text-field"),
         ("sample text-run --tokens -5", "tvq: --tokens -5: must be an integer of at least 0"),

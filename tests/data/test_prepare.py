@@ -276,6 +276,7 @@ def test_a_corpus_of_another_version_is_one_clear_line(text):
 
 def test_a_corpus_is_found_again_until_data_or_settings_change(folder, tmp_path, capsys):
     first = prepare(folder)
+    prepare(folder)  # the clock of a file system is coarse: files are checked once more
     before = state_of(first.folder)
     (tmp_path / "folder").rename(tmp_path / "moved")
     moved = replace(folder, path=(str(tmp_path / "moved"),))

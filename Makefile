@@ -11,7 +11,7 @@ PYTEST := $(BIN)/pytest -q -n auto
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
 	--constraint constraints.txt --editable
 
-.PHONY: help install test types quick-tests test-slow test-all test-browser transformers-tests \
+.PHONY: help install test types quick-tests test-slow test-all test-browser \
 	demo bench docs docs-serve figures clean
 .DEFAULT_GOAL := help
 
@@ -67,9 +67,6 @@ test-browser: $(BROWSER_STAMP)  ## test the page of `tvq serve` in a browser
 		|| $(BIN)/playwright install chromium \
 		|| { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core; }
 	$(BIN)/pytest -q tests/browser
-
-transformers-tests: $(CLIENTS_STAMP)  ## run the common tests of transformers against our models
-	$(BIN)/python tests/clients/transformers_suite.py
 
 demo: $(DEMO_STAMP)  ## generate text with the model in the package, train a small one in minutes
 	@$(BIN)/tvq demo

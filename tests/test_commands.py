@@ -140,6 +140,8 @@ def parse(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         command = ["tvq", *command[command.index("transformer_vq") + 1 :]]
     if command[0] != "tvq":
         return
+    if ">" in command:
+        command = command[: command.index(">")]
     if command[1] in ("eval", "sample", "export"):
         command[2] = "books"  # must exist
     capsys.readouterr()

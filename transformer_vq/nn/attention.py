@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from transformer_vq.config import AttentionConfig, Backend, Heads, Reduction
 from transformer_vq.errors import UserError
-from transformer_vq.nn.layers import draw_keep, gated, is_plain, linear, rms_norm
+from transformer_vq.nn.layers import draw_keep, gated, is_plain, linear, local, rms_norm
 from transformer_vq.nn.quantizer import CodeUsage, FindCode, VectorQuantizer, token_priority
 from transformer_vq.ops import triton
 from transformer_vq.ops.blockwise import attend_segment
@@ -94,12 +94,12 @@ class AttentionLayer(nn.Module, Generic[State]):
     @property
     def content_bias(self) -> Tensor:
         """The parameter u, added to queries for content: [h, g, k]."""
-        return self.u.view(self.n_kv_head, self.n_group, self.d_k)
+        return local(self.u).view(self.n_kv_head, self.n_group, self.d_k)
 
     @property
     def position_bias(self) -> Tensor:
         """The parameter v, added to queries for positions: [h, g, k]."""
-        return self.v.view(self.n_kv_head, self.n_group, self.d_k)
+        return local(self.v).view(self.n_kv_head, self.n_group, self.d_k)
 
     def init_state(self, batch_size: int, device: torch.device | None = None) -> State:
         """Return the state before the first token of `batch_size` sequences."""
@@ -454,7 +454,7 @@ class FullAttention(AttentionLayer[FullState]):
             document=state.document,
             sinusoid_mask=mask,
         )
-        return AttentionOutput(self.residual(wv, x_tilde), after, x_tilde.new_zeros(()), None)
+        return AttentionOutput(self.residual(wv, x_tilde), after, wv.new_zeros(()), None)
 
     def _sinusoid_mask(self, state: FullState, n_key: int) -> Tensor | None:
         """Return the dropout mask, which has a row per distance and grows at the far end."""

@@ -86,6 +86,21 @@ def init_linear(layer: nn.Linear) -> None:
         nn.init.zeros_(layer.bias)
 
 
+def local(x: Tensor, is_partial: bool = True) -> Tensor:
+    """Return this rank's part of a parameter that a module uses itself, under tensor parallelism.
+
+    is_partial: whether the gradient of a replicated parameter is a partial sum, because each rank
+    uses it for its own heads or columns.
+    """
+    if not hasattr(x, "to_local"):
+        return x
+    from torch.distributed.tensor import Partial
+
+    summed = [Partial() if p.is_replicate() and is_partial else p for p in x.placements]
+    part: Tensor = x.to_local(grad_placements=summed)
+    return part
+
+
 def is_plain(layer: nn.Module) -> bool:
     """Return whether calling a linear layer only multiplies by its weight.
 
@@ -162,11 +177,12 @@ class ScaledSinusoids(nn.Module):
         super().__init__()
         self.d_model = d_model
         self.wavelength = wavelength
-        self.scale = nn.Parameter(torch.zeros(()))
+        self.scale = nn.Parameter(torch.zeros(1))  # a vector, because scalars cannot be sharded
 
     def forward(self, positions: Tensor) -> Tensor:
         """positions: [b, t] -> [b, t, d_model]."""
-        return self.scale * sinusoids(positions, self.d_model, self.wavelength, self.scale.dtype)
+        scale = local(self.scale, is_partial=False)
+        return scale * sinusoids(positions, self.d_model, self.wavelength, scale.dtype)
 
 
 def draw_keep(shape: tuple[int, ...], p_drop: float, device: torch.device) -> Tensor:

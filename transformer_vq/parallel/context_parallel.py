@@ -131,15 +131,11 @@ class _Shift(torch.autograd.Function):
         return ctx.exchange.send(grad, -ctx.distance), None, None
 
 
-def exchange_states(model: TransformerVQ, group: dist.ProcessGroup, compiled: bool = False) -> None:
-    """Make training treat each batch as this rank's shard of its sequences.
-
-    compiled: whether branches are compiled; their messages stay eager.
-    """
+def exchange_states(model: TransformerVQ, group: dist.ProcessGroup) -> None:
+    """Make training treat each batch as this rank's shard of its sequences."""
     for branch in model.branches:
         if isinstance(branch, VQAttention):
-            exchange = Exchange(group, branch.config.grad_through_cache)
-            branch.exchange = torch.compiler.disable(exchange) if compiled else exchange
+            branch.exchange = Exchange(group, branch.config.grad_through_cache)
 
 
 def own_shard(batch: Batch, state: ModelState, rank: int, size: int) -> tuple[Batch, ModelState]:

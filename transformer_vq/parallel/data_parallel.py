@@ -1,8 +1,9 @@
 """Data parallelism: every rank processes its own sequences, and gradients are summed.
 
-Each rank has a full copy of the model (DDP), or its tensors are sharded across ranks and gathered
-branch by branch when they are needed (FSDP2). Codebooks are buffers: their statistics are summed
-once per step, so all ranks update them identically.
+Parameters are sharded across ranks and gathered branch by branch when they are needed (FSDP2).
+There may be several replicas of the shards; with one shard each, every rank has the full model.
+Codebooks are buffers: their statistics are summed once per step, so all ranks update them
+identically.
 """
 
 from __future__ import annotations
@@ -12,24 +13,11 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 from transformer_vq.config import RunConfig
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import CodeUsage, lowest
 from transformer_vq.parallel.world import World
-
-
-def replicate(model: TransformerVQ, world: World) -> DistributedDataParallel:
-    """Return the model under DDP: replicated on every rank, with gradients averaged over ranks."""
-    return DistributedDataParallel(
-        model,
-        process_group=world.group("data"),
-        forward_sync_buffers=False,  # all ranks update the codebooks identically
-        gradient_as_bucket_view=True,
-    )
 
 
 def shard_parameters(model: TransformerVQ, config: RunConfig, world: World) -> None:
@@ -38,11 +26,7 @@ def shard_parameters(model: TransformerVQ, config: RunConfig, world: World) -> N
 
     # FSDP warns about outputs that are views. They are safe here: nothing overwrites them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    n_copies, n_shards = world.mesh.dp, world.mesh.fsdp * world.mesh.cp
-    mesh = init_device_mesh(
-        world.device.type, (n_copies, n_shards), mesh_dim_names=("copies", "shards")
-    )
-    mesh = mesh["shards"] if n_copies == 1 else mesh
+    mesh = world.axes["fsdp" if world.mesh.dp == 1 else "hsdp"]
     is_bf16 = config.train.precision == "bf16"
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if is_bf16 else None,
@@ -52,50 +36,7 @@ def shard_parameters(model: TransformerVQ, config: RunConfig, world: World) -> N
     for branch in model.branches:
         fully_shard(branch, mesh=mesh, mp_policy=policy)
     # No policy for embeddings and head: logits are computed in float32.
-    scalars = {p for p in model.parameters() if p.ndim == 0}  # FSDP cannot shard them
-    fully_shard(model, mesh=mesh, ignored_params=scalars)
-
-
-def sharded_parameters(
-    model: TransformerVQ, axes: dict[str, int], mesh: DeviceMesh
-) -> dict[str, nn.Parameter]:
-    """Return all parameters as DTensors, because optimizers cannot mix them with plain tensors.
-
-    Plain tensors become views of the same memory. Those named in `axes` are shards along that
-    axis over the mesh; the others are replicated.
-    """
-    from torch.distributed.tensor import DTensor, Replicate, Shard  # takes a second to load
-
-    found: dict[str, nn.Parameter] = {}
-    by_fsdp = next((p for p in model.parameters() if isinstance(p, DTensor)), None)
-    mesh = mesh if by_fsdp is None else by_fsdp.device_mesh
-    for name, p in model.named_parameters():
-        if isinstance(p, DTensor):
-            found[name] = p
-            continue
-        replicated = [Replicate()] * mesh.ndim
-        placements = [Shard(axes[name])] if name in axes else replicated
-        found[name] = nn.Parameter(
-            DTensor.from_local(p.detach(), mesh, placements, run_check=False)
-        )
-    return found
-
-
-def set_gradient(view: Tensor, grad: Tensor) -> None:
-    """Set the gradient of a parameter view from that of the local tensor."""
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(view, DTensor)
-    view.grad = DTensor.from_local(grad, view.device_mesh, view.placements, run_check=False)
-
-
-def shard_like(x: Tensor, p: Tensor) -> Tensor:
-    """Shard a full tensor like p if they have the same shape, else replicate it."""
-    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-
-    assert isinstance(p, DTensor)
-    replicated = [Replicate()] * p.device_mesh.ndim
-    return distribute_tensor(x, p.device_mesh, p.placements if x.shape == p.shape else replicated)
+    fully_shard(model, mesh=mesh)
 
 
 def default_group() -> dist.ProcessGroup | None:

@@ -6,15 +6,15 @@ depend on the mesh, up to rounding and dropout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from transformer_vq.config import ParallelConfig, RunConfig
 from transformer_vq.data.batches import Batch
@@ -29,20 +29,13 @@ from transformer_vq.parallel.context_parallel import (
     own_shard,
     pass_to_first_rank,
 )
-from transformer_vq.parallel.data_parallel import (
-    replicate,
-    set_gradient,
-    shard_like,
-    shard_parameters,
-    sharded_parameters,
-    total_usage,
-)
+from transformer_vq.parallel.data_parallel import shard_parameters, total_usage
 from transformer_vq.parallel.tensor_parallel import (
     STATE,
     check_widths,
     shard_widths,
     sharded,
-    unsharded_parameters,
+    sharded_axes,
 )
 from transformer_vq.parallel.world import World
 from transformer_vq.progress import info
@@ -74,25 +67,6 @@ def check_mesh(config: RunConfig, mesh: ParallelConfig) -> None:
             )
     if mesh.tp > 1:
         check_widths(model, mesh.tp)
-        if mesh.fsdp > 1:
-            raise UserError(
-                "parallel.tp and parallel.fsdp cannot be combined; use parallel.tp with parallel.dp"
-            )
-    if train.compile and not can_compile(config, mesh):
-        axis = "cp" if mesh.cp > 1 else "tp"
-        raise UserError(
-            "train.compile cannot be combined with train.checkpoint_activations and parallel."
-            f"{axis}={getattr(mesh, axis)}; remove one of them"
-        )
-
-
-def can_compile(config: RunConfig, mesh: ParallelConfig) -> bool:
-    """Return whether a run can be compiled on a mesh.
-
-    Context and tensor parallelism communicate within a branch, which interrupts its graph. The
-    compiler would leave a checkpointed function with an interruption uncompiled.
-    """
-    return not (config.train.checkpoint_activations and mesh.cp * mesh.tp > 1)
 
 
 @dataclass(frozen=True)
@@ -119,39 +93,29 @@ class ParallelStrategy:
         self.config = config
         self.world = world
         self._device = next(model.parameters()).device
-        is_asked = compiles_training(config.train.compile, self._device)
-        self.is_compiled = is_asked and can_compile(config, mesh)
+        self.is_compiled = compiles_training(config.train.compile, self._device)
         """Whether training passes are compiled."""
-        self._tp_axes = shard_widths(model, world, self.is_compiled) if mesh.tp > 1 else {}
+        self._tp_axes = sharded_axes(model) if mesh.tp > 1 else {}
+        if mesh.tp > 1:
+            shard_widths(model, world.axes["tp"])
         if mesh.cp > 1:
-            exchange_states(model, world.group("cp"), self.is_compiled)
-        self._streams = (
-            None if world.is_single_process else RNGStreams(model, world, config.train.seed)
-        )
-        self._ddp: DistributedDataParallel | None = None
-        if mesh.fsdp > 1:
-            shard_parameters(model, config, world)
-        elif world.size("data") > 1:
-            self._ddp = replicate(model, world)
-        self._forward: Callable[..., ModelOutput] = model if self._ddp is None else self._ddp
+            exchange_states(model, world.group("cp"))
+        self._streams: RNGStreams | None = None
         if self.is_compiled:
-            compile_branches(model, fullgraph=mesh.cp * mesh.tp == 1)
-        self._is_sharded = mesh.fsdp * mesh.tp > 1
+            compile_branches(model)
+        if not world.is_single_process:
+            self._streams = RNGStreams(model, world, config.train.seed)
+            shard_parameters(model, config, world)
         self.parameters = dict(model.named_parameters())
-        """The parameters for the optimizer: DTensors if any of them is sharded."""
-        if self._is_sharded:
-            self.parameters = sharded_parameters(model, self._tp_axes, world.axes["tp"])
+        """The parameters for the optimizer: DTensors, unless there is a single process."""
 
     # One training step: micro_batch -> forward -> backward -> carry, then the sums.
 
-    @contextmanager
-    def micro_batch(
-        self, batch: Batch, step: int, index: int, state: ModelState
-    ) -> Iterator[MicroBatch]:
-        """Yield this rank's part of one of `train.accumulate` micro-batches.
+    def micro_batch(self, batch: Batch, step: int, index: int, state: ModelState) -> MicroBatch:
+        """Return this rank's part of one of `train.accumulate` micro-batches.
 
-        batch: the batch of all ranks. state: that of this rank's rows before the span. The body
-        runs the forward and backward pass; the last backward pass averages the gradients.
+        batch: the batch of all ranks. state: that of this rank's rows before the span. The backward
+        pass of the last one averages the gradients.
         """
         n_parts, n_ranks = self.config.train.accumulate, self.world.size("rows")
         n_rows = batch.tokens.shape[0] // (n_parts * n_ranks)
@@ -164,23 +128,43 @@ class ParallelStrategy:
         shard, before_shard = own_shard(span, state, rank, size)
         if self._streams is not None:
             self._streams.start(step, index)
-        is_last = index == n_parts - 1
-        with nullcontext() if self._ddp is None or is_last else self._ddp.no_sync():
-            yield MicroBatch(span, shard, state, before_shard, n_targets)
+        if not self.world.is_single_process:
+            # Gradients of earlier micro-batches stay on their rank until the last one.
+            self.model.set_requires_gradient_sync(index == n_parts - 1)  # type: ignore[operator]
+        return MicroBatch(span, shard, state, before_shard, n_targets)
 
     def forward(self, part: MicroBatch) -> ModelOutput:
         """Return the output of the model for this rank's tokens."""
         shard = part.shard
-        return self._forward(
+        output: ModelOutput = self.model(
             shard.tokens, part.before_shard, shard.valid, shard.document_ids, shard.key_priority
         )
+        return output
+
+    def token_loss(self, output: ModelOutput, batch: Batch) -> Tensor:
+        """Return the summed cross-entropy of all valid targets, in nats (float32)."""
+        logits, targets = output.logits.flatten(0, 1), batch.targets.flatten()
+        with self._sharded_loss():
+            losses = self.full(F.cross_entropy(logits, targets, reduction="none"))
+        losses = losses.view_as(batch.targets)
+        return losses.sum() if batch.valid is None else (losses * batch.valid).sum()
+
+    def _sharded_loss(self) -> AbstractContextManager[None]:
+        """Return the context in which logits that are sharded by token are never gathered."""
+        if self.world.size("tp") == 1:
+            return nullcontext()
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        context: AbstractContextManager[None] = loss_parallel()
+        return context
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients. loss: this rank's term of a sum over all ranks.
 
-        DDP and FSDP average gradients, so the loss is scaled by the number of ranks.
+        FSDP averages gradients, so the loss is scaled by the number of ranks.
         """
-        (self.world.size("data") * loss).backward()
+        with self._sharded_loss():
+            (self.world.size("data") * loss).backward()
 
     def carry(self, part: MicroBatch, after: ModelState) -> ModelState:
         """Return the state after the span. after: the state after this rank's shard."""
@@ -203,32 +187,15 @@ class ParallelStrategy:
         group = None if self.world.size("data") == 1 else self.world.group("data")
         return total_usage(usages, group)
 
-    def finish_gradients(self) -> None:
-        """After the last backward pass, give the optimizer the gradients of the full batch."""
-        if self._tp_axes:
-            partial = unsharded_parameters(self.model, self._tp_axes)
-            partial = [p for p in partial if p.grad is not None]
-            grads = [p.grad for p in partial if p.grad is not None]
-            for p, grad in zip(partial, self.world.sums(grads, "tp"), strict=True):
-                p.grad = grad
-        for name, p in self.model.named_parameters():
-            view = self.parameters[name]
-            if view is p or p.grad is None:
-                continue
-            grad = p.grad
-            if self.world.mesh.fsdp > 1:  # a scalar, which FSDP does not average
-                grad = self.world.sum(grad, "data") / self.world.size("data")
-            set_gradient(view, grad)
-
     # Checkpoints contain full tensors, so a run can be resumed on another mesh.
 
     def gather_model(self) -> TransformerVQ:
         """Return the model with full tensors on rank 0; all ranks must call this together."""
-        if not self._is_sharded:
+        if self.world.is_single_process:
             return self.model
         tensors = {}
         for name, x in self.model.state_dict().items():
-            if name in self._tp_axes:
+            if name in self._tp_axes and not hasattr(x, "full_tensor"):  # codebooks
                 x = self.world.gather(x, "tp", self._tp_axes[name])
             x = self.gather(x)
             if self.world.is_rank_zero:
@@ -244,7 +211,7 @@ class ParallelStrategy:
 
         Needed where parameters change without a backward pass since the last forward pass.
         """
-        if self.world.mesh.fsdp == 1:
+        if self.world.is_single_process:
             return
         from torch.distributed.fsdp import FSDPModule
 
@@ -265,7 +232,14 @@ class ParallelStrategy:
     def shard_like(self, x: Tensor, p: Tensor) -> Tensor:
         """Shard a full tensor of the optimizer that belongs to parameter p."""
         x = x.to(p.device)
-        return shard_like(x, p) if self._is_sharded else x
+        if self.world.is_single_process:
+            return x
+        from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+        assert isinstance(p, DTensor)
+        mesh = p.device_mesh
+        placements = p.placements if x.shape == p.shape else [Replicate()] * mesh.ndim
+        return distribute_tensor(x, mesh, placements)
 
     def gather_state(self, state: ModelState, prefix: str) -> dict[str, Tensor]:
         """Return the full tensors of a state on rank 0, named as by `ModelState.to_tensors`.
@@ -354,21 +328,18 @@ class RNGStreams:
             torch.set_rng_state(state)
 
 
-def compile_branches(model: TransformerVQ, fullgraph: bool = True) -> None:
+def compile_branches(model: TransformerVQ) -> None:
     """Compile the forward and backward pass of every branch in place, for training only.
 
     Each branch is compiled by itself. All branches of one shape share a graph, so the start takes
-    as long for 48 branches as for one. DDP and FSDP work between branches, in eager mode: they
-    average gradients while earlier branches are still in their backward pass.
+    as long for 48 branches as for one. FSDP works between branches, in eager mode: it reduces
+    gradients while earlier branches are still in their backward pass.
 
     Names of parameters and hooks of the branches stay as they are: hooks run in eager mode, before
     and after a compiled branch. Evaluation mode stays eager, because its lengths vary.
-    fullgraph: False if a branch communicates with other ranks, which interrupts the graph.
     """
-    # DDP's own way to split a graph is not needed, and it rejects activation checkpointing.
-    torch._dynamo.config.optimize_ddp = False
     for branch in model.branches:
-        compiled = torch.compile(branch.forward, fullgraph=fullgraph, backend=COMPILER)
+        compiled = torch.compile(branch.forward, fullgraph=True, backend=COMPILER)
         branch.forward = _in_training(branch, compiled, branch.forward)
     info(
         "torch.compile is on: the first steps compile the layers, which may take minutes; "

@@ -1,19 +1,19 @@
-"""Tensor parallelism: the widths of every layer are sharded across ranks.
+"""Tensor parallelism: the plan that shards the width of every layer, applied by PyTorch.
 
-SHGA shards values, gates and the output projection along d_v; queries, keys and codebooks are
-replicated. MQA shards the query heads. MHA and GQA shard all heads with their codebooks.
-Feed-forward layers are sharded by columns, then by rows.
+SHGA shards the values, the gates and the output projection along d_v; queries, keys and codebooks
+are replicated. MQA shards the query heads. MHA and GQA shard all heads with their codebooks.
+Feed-forward layers are sharded by columns, then by rows; embeddings and head by token.
 
-The code of the model is unchanged: its modules become narrower, and two hooks add all-reduces. One
-sums the outputs of a branch, the other sums the gradients of its input.
+The code of the model is unchanged, except that it takes the `local` part of parameters that it uses
+without a module.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from transformer_vq.config import Heads, ModelConfig
@@ -22,18 +22,30 @@ from transformer_vq.nn.attention import AttentionLayer
 from transformer_vq.nn.layers import FeedForward
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import Quantized
-from transformer_vq.parallel.world import World
 
-# Tensors of a branch that are sharded, and the axis; the others are replicated.
-ATTENTION = {
-    "value columns": {"v_proj.weight": 0, "g_proj.weight": 0, "o_proj.weight": 1},
-    "query heads": {"q_proj.weight": 0, "u": 0, "v": 0, "o_proj.weight": 1},
+if TYPE_CHECKING:  # takes a second to load
+    from torch.distributed.device_mesh import DeviceMesh
+
+# The plans. A projection is sharded by its output features (column), by its input features (row),
+# or not at all (shared: every rank needs the whole output). Other tensors have the axis that is
+# sharded; those that are not named are replicated.
+COLUMN, ROW, SHARED = "column", "row", "shared"
+Plan = Mapping[str, str | int]
+ATTENTION: dict[str, Plan] = {
+    "value columns": {
+        **{"q_proj": SHARED, "k_proj": SHARED, "r_proj": SHARED},
+        **{"v_proj": COLUMN, "g_proj": COLUMN, "o_proj": ROW},
+    },
+    "query heads": {
+        **{"q_proj": COLUMN, "k_proj": SHARED, "r_proj": SHARED, "v_proj": SHARED, "o_proj": ROW},
+        **{"u": 0, "v": 0},
+    },
     "heads": {
-        **{"q_proj.weight": 0, "k_proj.weight": 0, "v_proj.weight": 0, "r_proj.weight": 0},
-        **{"u": 0, "v": 0, "o_proj.weight": 1, "quantizer.c_sum": 0, "quantizer.c_count": 0},
+        **{"q_proj": COLUMN, "k_proj": COLUMN, "r_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW},
+        **{"u": 0, "v": 0, "quantizer.c_sum": 0, "quantizer.c_count": 0},
     },
 }
-FEED_FORWARD = {"in_proj.weight": 0, "out_proj.weight": 1}
+FEED_FORWARD: Plan = {"in_proj": COLUMN, "out_proj": ROW}
 # The same for the fields of `AttentionState` and `CacheStats`.
 STATE: dict[str, dict[str, int]] = {
     "value columns": {"v": -1, "mean": -1},
@@ -74,89 +86,80 @@ def check_widths(config: ModelConfig, n: int) -> None:
         )
 
 
+def plan_of(branch: nn.Module, heads: Heads) -> Plan:
+    """Return the plan of a branch. heads: those of the full model."""
+    return FEED_FORWARD if isinstance(branch, FeedForward) else ATTENTION[sharded(heads)]
+
+
 def sharded_axes(model: TransformerVQ) -> dict[str, int]:
     """Return the names of the parameters and buffers that are sharded, with their axes."""
-    found: dict[str, int] = {}
+    found = {"embed.weight": 0, "head.weight": 0, "head.bias": 0}
     for number, branch in enumerate(model.branches):
-        axes = ATTENTION[sharded(model.config.layer.heads)]
-        if isinstance(branch, FeedForward):
-            axes = FEED_FORWARD
-        names = branch.state_dict()  # full attention has no codebooks
-        found |= {f"branches.{number}.{name}": axes[name] for name in axes if name in names}
-    return found
+        for name, how in plan_of(branch, model.config.layer.heads).items():
+            if isinstance(how, int):
+                found[f"branches.{number}.{name}"] = how
+            elif how != SHARED:
+                found[f"branches.{number}.{name}.weight"] = 1 if how == ROW else 0
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_buffers()}
+    return {name: axis for name, axis in found.items() if name in names}
 
 
-def shard_widths(model: TransformerVQ, world: World, compiled: bool = False) -> dict[str, int]:
-    """Shard every branch in place; return the `sharded_axes`.
+def shard_widths(model: TransformerVQ, mesh: DeviceMesh) -> None:
+    """Shard every branch, the embeddings and the head in place, over a mesh of one axis."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
-    compiled: whether branches are compiled; their all-reduces stay eager.
-    """
-    heads = model.config.layer.heads
-    axes = sharded_axes(model)
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, dim in axes.items():
-        tensors[name].data = world.shard(tensors[name].data, "tp", dim).clone()
+    from transformer_vq.parallel.styles import Shared, distribute_parameter
+
+    styles = {COLUMN: ColwiseParallel, ROW: RowwiseParallel, SHARED: Shared}
+    heads, n = model.config.layer.heads, mesh.size()
     for branch in model.branches:
-        if isinstance(branch, AttentionLayer):
-            branch.set_heads(shard_heads(heads, world.size("tp")))
-        _add_hooks(branch, world, sharded(heads) != "heads", compiled)
-    return axes
+        plan = plan_of(branch, heads)
+        named = {name: styles[how]() for name, how in plan.items() if isinstance(how, str)}
+        parallelize_module(branch, mesh, {k: x for k, x in named.items() if getattr(branch, k)})
+        is_attention = isinstance(branch, AttentionLayer)
+        whole = (Replicate(), None) if is_attention else (Replicate(),)
+        parallelize_module(
+            branch, mesh, PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)
+        )
+        if not isinstance(branch, AttentionLayer):
+            continue
+        branch.set_heads(shard_heads(heads, n))
+        for name in ("u", "v"):
+            distribute_parameter(branch, name, mesh, plan.get(name))
+        quantizer = getattr(branch, "quantizer", None)
+        if quantizer is not None and sharded(heads) == "heads":
+            for name in ("c_sum", "c_count"):
+                own = getattr(quantizer, name).chunk(n)[mesh.get_local_rank()]
+                setattr(quantizer, name, own.clone())
+        elif quantizer is not None:
+            quantizer.register_forward_hook(_divide_commit_loss(n))
+    if model.positions is not None:
+        distribute_parameter(model.positions, "scale", mesh, None)
+    embed = RowwiseParallel(input_layouts=Replicate())
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    parallelize_module(model, mesh, {"embed": embed, "head": head})
+    model.head.register_forward_hook(_gather_outside_of_training)
+    if model.config.tie_embeddings:
+        model.head.weight = model.embed.weight
 
 
-def _add_hooks(branch: nn.Module, world: World, replicated_keys: bool, compiled: bool) -> None:
-    def sum_input_gradients(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        x: Tensor = _SumGradients.apply(args[0], world)  # type: ignore[no-untyped-call]
-        return (x, *args[1:])
+def _divide_commit_loss(n: int) -> Any:
+    """Return a hook: all ranks have the same keys, so each has an equal share of the loss."""
 
-    def sum_outputs(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-        total: Tensor = _SumOutputs.apply(output, world)  # type: ignore[no-untyped-call]
-        return total
+    def hook(_: nn.Module, args: tuple[Any, ...], output: Quantized) -> Quantized:
+        return replace(output, commit_loss=output.commit_loss / n)
 
-    def divide_commit_loss(_: nn.Module, args: tuple[Any, ...], output: Quantized) -> Quantized:
-        return replace(output, commit_loss=output.commit_loss / world.size("tp"))
-
-    branch.register_forward_pre_hook(sum_input_gradients)
-    last = branch.o_proj if isinstance(branch, AttentionLayer) else branch.out_proj
-    assert isinstance(last, nn.Module)
-    last.register_forward_hook(torch.compiler.disable(sum_outputs) if compiled else sum_outputs)
-    quantizer = getattr(branch, "quantizer", None)
-    if quantizer is not None and replicated_keys:
-        # All ranks have the same keys: each contributes an equal share of the commitment loss.
-        quantizer.register_forward_hook(divide_commit_loss)
+    return hook
 
 
-def unsharded_parameters(model: TransformerVQ, axes: dict[str, int]) -> list[nn.Parameter]:
-    """Return the replicated parameters of branches; each rank has a partial sum of their gradients.
-
-    Parameters outside of branches have the complete gradient on every rank.
-    """
-    return [
-        p
-        for name, p in model.named_parameters()
-        if name.startswith("branches.") and name not in axes
-    ]
-
-
-class _SumGradients(torch.autograd.Function):
-    """The identity; the backward pass sums gradients over the tp ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
-        ctx.world = world
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.world.sum(grad, "tp"), None
-
-
-class _SumOutputs(torch.autograd.Function):
-    """The sum over the tp ranks; the backward pass is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, world: World) -> Tensor:
-        return world.sum(x, "tp")
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+def _gather_outside_of_training(head: nn.Module, args: tuple[Any, ...], logits: Any) -> Tensor:
+    """Leave logits sharded by token for the loss; gather them for everything else."""
+    result: Tensor = logits if head.training else logits.full_tensor()
+    return result

@@ -1,12 +1,14 @@
 """The world of a run: the process mesh, the rank of this process and the collectives on the mesh.
 
-`torchrun` starts the processes and sets their ranks. The mesh has four axes, dp x fsdp x cp x tp.
-Two more names combine axes: `rows` is dp and fsdp, `data` is every axis but tp. A single process
-never uses torch.distributed.
+`torchrun` starts the processes and sets their ranks. The mesh has four axes: replicas of the model,
+shards of the model, shards of sequences (cp) and shards of the widths (tp). More names combine
+axes: `rows` have different sequences, `data` has different tokens, `fsdp` is what parameters
+are sharded over, `hsdp` these with the replicas. A single process never uses torch.distributed.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -24,8 +26,11 @@ from torch.distributed.rendezvous import rendezvous
 from transformer_vq.config import ParallelConfig
 from transformer_vq.device import find_device
 
-AXES = ("dp", "fsdp", "cp", "tp")
-COMBINED_AXES = {"rows": ("dp", "fsdp"), "data": ("dp", "fsdp", "cp")}
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+COMBINED_AXES = {
+    "rows": ("dp_replicate", "dp_shard"),
+    "data": ("dp_replicate", "dp_shard", "cp"),
+}
 
 
 class World:
@@ -35,12 +40,23 @@ class World:
         self.mesh = ParallelConfig(dp=1) if mesh is None else mesh.fill(n_processes())
         self.device = _own_device(device)
         self.axes: dict[str, DeviceMesh] = {}
+        """The mesh of each axis and combination of axes."""
         if self.mesh.n_processes == 1:
             return
-        shape = tuple(getattr(self.mesh, axis) for axis in AXES)
-        devices = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
-        self.axes = {axis: devices[axis] for axis in AXES}
-        self.axes |= {name: devices[axes]._flatten(name) for name, axes in COMBINED_AXES.items()}
+        shape = (self.mesh.dp, self.mesh.fsdp, self.mesh.cp, self.mesh.tp)
+        # Two views of one mesh, because FSDP has a single axis for what shards parameters.
+        ranks = init_device_mesh(self.device.type, (math.prod(shape),), mesh_dim_names=("world",))
+        fine = ranks._unflatten(0, shape, AXES)
+        coarse = ranks._unflatten(
+            0, (shape[0], shape[1] * shape[2], shape[3]), ("dp_replicate", "fsdp", "tp")
+        )
+        self.axes = {axis: fine[axis] for axis in AXES}
+        self.axes |= {name: fine[axes]._flatten(name) for name, axes in COMBINED_AXES.items()}
+        self.axes |= {"fsdp": coarse["fsdp"], "tp": coarse["tp"]}
+        self.axes["hsdp"] = coarse["dp_replicate", "fsdp"]
+        # DTensor sums over several axes in a single all-reduce if it finds them flattened.
+        coarse._flatten("all")
+        coarse["fsdp", "tp"]._flatten("model")
 
     @property
     def is_single_process(self) -> bool:

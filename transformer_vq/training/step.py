@@ -11,28 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from transformer_vq.config import RunConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.device import has_fast_bf16, matmul_precision
-from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
+from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import CodeUsage, NotFiniteError, add_usages
 from transformer_vq.ops import triton
 from transformer_vq.parallel.strategy import ParallelStrategy
 from transformer_vq.parallel.world import World
 from transformer_vq.progress import warn
 from transformer_vq.training.optim import learning_rate, make_optimizer
-
-
-def token_loss(output: ModelOutput, batch: Batch) -> Tensor:
-    """Return the summed cross-entropy of all valid targets, in nats (float32)."""
-    losses = F.cross_entropy(
-        output.logits.flatten(0, 1), batch.targets.flatten(), reduction="none"
-    ).view_as(batch.targets)
-    return losses.sum() if batch.valid is None else (losses * batch.valid).sum()
 
 
 class NotFiniteStepError(NotFiniteError):
@@ -145,19 +136,17 @@ class Trainer:
         losses: list[Tensor] = []
         usages: tuple[CodeUsage, ...] | None = None
         self.optimizer.zero_grad(set_to_none=True)
-        self.model.zero_grad(set_to_none=True)  # needed if the optimizer has DTensor views of it
         for i in range(n_parts):
-            with self.strategy.micro_batch(batch, step, i, self.carried[i]) as part:
-                with matmul_precision(self.device, self.config.train.precision):
-                    output = self.strategy.forward(part)
-                    nats = token_loss(output, part.shard) / n_targets
-                    commit = output.commit_loss * (part.n_targets / n_targets)
-                self.strategy.backward(nats + self.config.model.commit_coef * commit)
+            part = self.strategy.micro_batch(batch, step, i, self.carried[i])
+            with matmul_precision(self.device, self.config.train.precision):
+                output = self.strategy.forward(part)
+                nats = self.strategy.token_loss(output, part.shard) / n_targets
+                commit = output.commit_loss * (part.n_targets / n_targets)
+            self.strategy.backward(nats + self.config.model.commit_coef * commit)
             self.carried[i] = self.strategy.carry(part, output.state.detach())
             losses.append(torch.stack([nats.detach(), commit.detach()]))
             usages = add_usages(usages, output.code_usage)
         nats, commit = self.strategy.sum_losses(*torch.stack(losses).sum(0))
-        self.strategy.finish_gradients()
         grad_norm = self._clip_gradients()
         step_losses = StepLosses(step + 1, torch.stack([nats, commit, grad_norm]))
         self._unchecked.append(step_losses)

@@ -14,6 +14,7 @@ from worlds import for_worlds
 from transformer_vq import TransformerVQ
 from transformer_vq.config import OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
+from transformer_vq.parallel.traffic import Traffic
 from transformer_vq.parallel.world import World
 from transformer_vq.sizes import sizes
 from transformer_vq.training.run import resume, train
@@ -140,6 +141,7 @@ def check_options_of_every_axis_equal_one_process(folder):
     same(run_config(WIDE | {"tie_embeddings": True}, ADAFACTOR), FSDP)
     same(run_config(WIDE | {"d_k": 64}, ADAFACTOR), TP)
     same(run_config({"attention": "full"}), TP)
+    same(run_config({"tie_embeddings": True, "absolute_positions": True}), TP, **RAGGED)
     for head_type in ("mqa", "mha"):
         same(run_config({"head_type": head_type}), TP)
     same(run_config(REVIVING, accumulate=2), FSDP, documents=True)
@@ -171,7 +173,28 @@ def check_two_axes_equal_one_process(folder):
     same(run_config(), ParallelConfig(fsdp=2, cp=2), documents=True)
     same(run_config(), ParallelConfig(dp=2, tp=2), documents=True)
     same(run_config({"head_type": "mha"}), ParallelConfig(dp=2, tp=2))
-    same(run_config(), ParallelConfig(cp=2, tp=2))
+    same(run_config(), ParallelConfig(cp=2, tp=2), **RAGGED)
+
+
+@for_worlds(4)
+def check_fsdp_and_tp_equal_one_process(folder):
+    same, mesh = assert_same_as_one_process, ParallelConfig(fsdp=2, tp=2)
+    for head_type in ("shga", "mqa", "mha", "gqa"):
+        same(run_config({"head_type": head_type} | REVIVING), mesh, **RAGGED)
+    same(run_config({"attention": "full"}), mesh)
+    same(run_config(WIDE | {"d_k": 64}, ADAFACTOR), mesh)
+    same(run_config(optim={"optimizer": "muon"}), mesh)
+    tied = {"tie_embeddings": True, "absolute_positions": True, "final_norm": True}
+    same(run_config(tied, accumulate=2, checkpoint_activations=True), mesh, documents=True)
+
+
+@for_worlds(8)
+def check_three_axes_equal_one_process(folder):
+    same = assert_same_as_one_process
+    same(run_config(REVIVING, accumulate=2), ParallelConfig(fsdp=2, cp=2, tp=2), **RAGGED)
+    same(run_config({"head_type": "gqa"}), ParallelConfig(dp=2, fsdp=2, tp=2))
+    for head_type in ("mqa", "mha"):
+        same(run_config({"head_type": head_type}), ParallelConfig(dp=2, cp=2, tp=2), **RAGGED)
 
 
 @for_worlds(2)
@@ -221,16 +244,28 @@ def check_bytes_sent_do_not_depend_on_the_sequence_length(folder):
     for seq_len in (64, 512):
         config = run_config(seq_len=seq_len, backprop_len=seq_len, batch_size=1)
         many = make_trainer(config, ParallelConfig(cp=4), torch.float32)
-        take_step(many, spans(config, 1)[0], 0)
-        exchange = many.model.branches[1].exchange
-        sent.append(exchange.sent)
-    # The window has 4 tokens with keys of 8, values of 32 and a code each. The cache has means of 7
-    # codes; messages to higher ranks also contain their counts and the carry.
-    window, means, rank = 4 * (8 + 32) * 4, 7 * 32 * 4, exchange.rank
-    stats = means + (7 + 1) * 8
-    up = [window + 4 * 8, stats, stats, *([stats] if rank < 2 else [])] if rank < 3 else []
-    down = [window, means, means, *([means] if rank > 1 else [])] if rank > 0 else []
-    assert sent == [sum(up) + sum(down)] * 2, (sent, up, down)
+        with Traffic() as traffic:
+            take_step(many, spans(config, 1)[0], 0)
+        sent.append((traffic.calls, traffic.bytes))
+    assert sent[0] == sent[1]
+    # Per layer, the window has 4 tokens with keys of 8, values of 32 and a code each; the gradients
+    # of keys and values go back.
+    assert sent[0][1]["all_to_all"] == 2 * (2 * 4 * (8 + 32) * 4 + 4 * 8)
+
+
+@for_worlds(2)
+def check_gradients_are_reduced_once_per_step(folder):
+    for mesh, kind in ((DP, "all_reduce"), (FSDP, "reduce_scatter")):
+        calls = []
+        for accumulate in (1, 2):
+            config = run_config(accumulate=accumulate)
+            many = make_trainer(config, mesh)
+            take_step(many, spans(config, 1)[0], 0)
+            with Traffic() as traffic:
+                take_step(many, spans(config, 2)[1], 1)
+            calls.append(traffic.calls[kind])
+        assert calls[0] == calls[1]
+        assert calls[0] >= 3  # two branches, and the embeddings with the head
 
 
 @for_worlds(4)

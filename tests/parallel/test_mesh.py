@@ -14,8 +14,6 @@ from transformer_vq.config import ParallelConfig, RunConfig
 from transformer_vq.parallel.strategy import check_mesh
 from transformer_vq.sizes import sizes
 
-CHECKPOINTED = run_config(compile=True, checkpoint_activations=True)
-
 
 def test_dp_defaults_to_all_remaining_processes():
     assert ParallelConfig().fill(8) == ParallelConfig(dp=8)
@@ -46,9 +44,6 @@ def test_mesh_rejects_a_negative_size(axis):
         (run_config({"attention": "full"}), ParallelConfig(cp=2), "attention=vq"),
         (run_config(), ParallelConfig(tp=3), "32 value columns of this model"),
         (run_config({"head_type": "mha"}), ParallelConfig(tp=4), "2 heads of this model"),
-        (run_config(), ParallelConfig(fsdp=2, tp=2), "cannot be combined"),
-        (CHECKPOINTED, ParallelConfig(tp=2), "train.checkpoint_activations and parallel.tp=2"),
-        (CHECKPOINTED, ParallelConfig(cp=2), "train.checkpoint_activations and parallel.cp=2"),
     ],
 )
 def test_check_mesh_rejects_what_cannot_be_split(config, mesh, message):

@@ -2,19 +2,19 @@
 
 A shard depends on all earlier tokens only through a state of constant size. So per layer, ranks
 exchange two things whatever the length: the last L tokens go to the next rank, and the cache
-statistics of the shards go through an exclusive scan under `merge`. The scan is that of Hillis and
-Steele: in each of log2(n) rounds, every rank sends one message 1, 2, 4, ... ranks up. Gradients
-travel the same way back.
+statistics of all shards are gathered, of which each rank merges those below it. The collectives are
+differentiable and can be compiled.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_gather_single, all_to_all_single
 
 from transformer_vq.data.batches import Batch
 from transformer_vq.errors import UserError
@@ -27,13 +27,12 @@ from transformer_vq.ops.state import VQState
 
 
 class Exchange:
-    """Computes the state before this rank's shard; `sent` counts bytes for measurements."""
+    """Computes the state before this rank's shard."""
 
     def __init__(self, group: dist.ProcessGroup, grad_through_cache: bool = True) -> None:
         self.group = group
         self.grad_through_cache = grad_through_cache
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.sent = 0
 
     def __call__(self, inputs: AttentionInputs, state: VQState) -> VQState:
         """Return the state after all tokens of lower ranks.
@@ -44,8 +43,8 @@ class Exchange:
         k_hat, z, v = inputs.k_hat, inputs.z, inputs.v
         window_len = state.k.shape[-2]
         packed = torch.cat([k_hat, v], dim=-1)[..., -window_len:, :]
-        k_in, v_in = self._shift(packed, 1).split([k_hat.shape[-1], v.shape[-1]], dim=-1)
-        z_in = self.send(z[..., -window_len:], 1)
+        k_in, v_in = self._shift(packed).split([k_hat.shape[-1], v.shape[-1]], dim=-1)
+        z_in = self._shift(z[..., -window_len:])
         # Selected by value, because rank 0 must take part in the backward pass too.
         is_rank_zero = torch.full((), self.rank == 0, device=v.device)
         state = replace(
@@ -57,7 +56,8 @@ class Exchange:
         if state.cache is None:
             return state
         own = self._evicted(inputs, state)
-        below = self._scan(merge(state.cache, own) if self.rank == 0 else own)
+        shards = self._gather(merge(state.cache, own) if self.rank == 0 else own)
+        below = reduce(merge, shards[: max(self.rank, 1)])
         return replace(
             state,
             cache=CacheStats(
@@ -81,54 +81,28 @@ class Exchange:
         stats = block_stats(z, v, state.cache.count.shape[-1], evicted.counted)
         return CacheStats(stats.mean, stats.count * kept.unsqueeze(-1), carry)
 
-    def _scan(self, own: CacheStats) -> CacheStats:
-        """Return the merged statistics of all lower ranks; empty on rank 0."""
-        below, distance = self._shift_stats(own, 1), 1
-        while distance < self.size:
-            below = merge(self._shift_stats(below, distance), below)
-            distance *= 2
-        return below
+    def _gather(self, own: CacheStats) -> list[CacheStats]:
+        """Return the statistics of all ranks, means and integers in one message each."""
+        assert own.carry is not None
+        carry = own.carry.unsqueeze(-1).expand(*own.count.shape[:-1], 1)
+        integers = torch.cat([own.count, carry], dim=-1)
+        means, integers = (
+            all_gather_single(x.contiguous().unsqueeze(0), 0, self.group)
+            for x in (own.mean, integers)
+        )
+        return [
+            CacheStats(mean, x[..., :-1], x[..., -1])
+            for mean, x in zip(means.unbind(), integers.unbind(), strict=True)
+        ]
 
-    def _shift_stats(self, stats: CacheStats, distance: int) -> CacheStats:
-        """Send means and integers in two messages; a missing peer counts as empty (zeros)."""
-        assert stats.carry is not None
-        carry = stats.carry.unsqueeze(-1).expand(*stats.count.shape[:-1], 1)
-        integers = self.send(torch.cat([stats.count, carry], dim=-1), distance)
-        return CacheStats(self._shift(stats.mean, distance), integers[..., :-1], integers[..., -1])
-
-    def _shift(self, x: Tensor, distance: int) -> Tensor:
-        received: Tensor = _Shift.apply(x, distance, self)  # type: ignore[no-untyped-call]
-        return received
-
-    def send(self, x: Tensor, distance: int) -> Tensor:
-        """Send x to the rank `distance` above; return that of the rank below, zeros if none."""
-        x = x.contiguous()
-        received = torch.zeros_like(x)
-        operations = []
-        for peer, operation, tensor in (
-            (self.rank + distance, dist.isend, x),
-            (self.rank - distance, dist.irecv, received),
-        ):
-            if 0 <= peer < self.size:
-                operations.append(dist.P2POp(operation, tensor, group=self.group, group_peer=peer))
-        if 0 <= self.rank + distance < self.size:
-            self.sent += x.numel() * x.element_size()
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
-        return received
-
-
-class _Shift(torch.autograd.Function):
-    """Send up; send the gradient down."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, distance: int, exchange: Exchange) -> Tensor:
-        ctx.distance, ctx.exchange = distance, exchange
-        return exchange.send(x, distance)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange.send(grad, -ctx.distance), None, None
+    def _shift(self, x: Tensor) -> Tensor:
+        """Return the x of the rank below; rank 0 gets that of the last rank."""
+        above, below = ((self.rank + step) % self.size for step in (1, -1))
+        sent, received = (
+            [x.numel() if rank == peer else 0 for rank in range(self.size)]
+            for peer in (above, below)
+        )
+        return all_to_all_single(x.flatten(), received, sent, self.group).view_as(x)
 
 
 def exchange_states(model: TransformerVQ, group: dist.ProcessGroup) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -92,10 +93,12 @@ def local(x: Tensor, is_partial: bool = True) -> Tensor:
     is_partial: whether the gradient of a replicated parameter is a partial sum, because each rank
     uses it for its own heads or columns.
     """
-    if not hasattr(x, "to_local"):
+    if not (dist.is_available() and dist.is_initialized()):
         return x
-    from torch.distributed.tensor import Partial
+    from torch.distributed.tensor import DTensor, Partial  # takes a second to load
 
+    if not isinstance(x, DTensor):
+        return x
     summed = [Partial() if p.is_replicate() and is_partial else p for p in x.placements]
     part: Tensor = x.to_local(grad_placements=summed)
     return part

@@ -21,11 +21,12 @@ from transformer_vq.training.loading import InitialModel
 from transformer_vq.training.run import resume, train
 
 
-@pytest.fixture
-def source(tmp_path):
-    """A finished run on bytes."""
-    train(tiny_run(tmp_path, train={"steps": 4}), tmp_path / "source")
-    return tmp_path / "source"
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A finished run on bytes, which no test changes."""
+    folder = tmp_path_factory.mktemp("source")
+    train(tiny_run(folder, train={"steps": 4}), folder / "source")
+    return folder / "source"
 
 
 def fine_tuning(source, path=None, **changes):

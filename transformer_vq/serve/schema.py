@@ -145,7 +145,7 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ChatPart], Field(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:

@@ -169,12 +169,14 @@ class Prompts:
             if not isinstance(item, str | list) or item == []:
                 message = "prompt: every entry must be a text or a list of token ids"
                 raise APIError(400, message, "prompt")
-            tokens, echo = await self._tokens(item, "prompt"), item
-            if isinstance(item, list) and body.echo:
-                echo = (await run_in_threadpool(self._tokenizer.decode, item)).decode(
-                    "utf-8", "replace"
+            tokens, echo = await self._tokens(item, "prompt"), ""
+            if body.echo and isinstance(item, str):
+                echo = item
+            elif body.echo:
+                echo = (await run_in_threadpool(self._tokenizer.decode, tokens)).decode(
+                    errors="replace"
                 )
-            found.append((tokens, echo if body.echo else ""))
+            found.append((tokens, echo))
         n_scored, n_top = self._n_tokens * body.n, 1 + (body.logprobs or 0)
         if body.echo and body.logprobs is not None and n_scored * n_top > MAX_SCORES:
             message = (

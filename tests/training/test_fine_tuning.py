@@ -142,11 +142,11 @@ def test_tokens_that_were_added_with_transformers_are_kept(tmp_path):
 
 def test_models_with_another_head_are_rejected(source, tmp_path):
     folder = export(source, tmp_path / "exported")
-    from transformer_vq.hf import TransformerVQForSequenceClassification as Classifier
+    from transformer_vq.hf import TransformerVQModel
 
-    Classifier.from_pretrained(folder).save_pretrained(tmp_path / "classifier")
-    with pytest.raises(CheckpointError, match="is a TransformerVQForSequenceClassification"):
-        initial_model(fine_tuning(source, tmp_path / "classifier"))
+    TransformerVQModel.from_pretrained(folder).save_pretrained(tmp_path / "features")
+    with pytest.raises(CheckpointError, match="is a TransformerVQModel"):
+        initial_model(fine_tuning(source, tmp_path / "features"))
 
 
 def test_settings_that_only_affect_training_may_differ(source):

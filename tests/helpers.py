@@ -259,9 +259,8 @@ def tiny_run(folder: Path, **changes: dict[str, object]) -> RunConfig:
         for number in range(3):
             chosen = generator.choices(words, k=400)
             (text / f"{number}.txt").write_text(" ".join(chosen))
-    model = tiny_config(
-        vocab_size=257, p_dropsin=0.1, p_dropres=0.1, p_droplyr=0.1, revive_below=0.01
-    )
+    dropout = {"p_dropsin": 0.1, "p_dropres": 0.1, "p_droplyr": 0.1}
+    model = tiny_config(vocab_size=257, n_layer=1, block_len=8, revive_below=0.01, **dropout)
     train = TrainConfig(
         steps=10,
         batch_size=4,
@@ -269,7 +268,7 @@ def tiny_run(folder: Path, **changes: dict[str, object]) -> RunConfig:
         backprop_len=16,
         eval_every=4,
         save_every=3,
-        eval_tokens=100,
+        eval_tokens=40,
         device="cpu",
     )
     return RunConfig(

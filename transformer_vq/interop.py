@@ -66,13 +66,10 @@ def official_names(config: ModelConfig) -> dict[str, OfficialName]:
     attention = "VQAttention" if config.attention == "vq" else "FullAttention"
     is_shga = config.head_type == "shga"
     for layer in range(config.n_layer):
-        branches = [
-            (f"{attention}_0", _ATTENTION),
-            (f"{attention}_1", _ATTENTION)
-            if is_shga
-            else ("MultiLayerPerceptron_0", _FEED_FORWARD),
-        ]
-        for branch, (module, table) in enumerate(branches):
+        second = (f"{attention}_1", _ATTENTION)
+        if not is_shga:
+            second = ("MultiLayerPerceptron_0", _FEED_FORWARD)
+        for branch, (module, table) in enumerate([(f"{attention}_0", _ATTENTION), second]):
             for ours, official in table.items():
                 if ours == "g_proj.weight" and not is_shga:
                     continue
@@ -99,7 +96,17 @@ def load_official(
     and "full", which have no such scale.
     Raises ValueError if names or shapes do not match the config.
     """
-    n_blocks = _statistics_scale(params, config, sequence_len)
+    n_blocks = 1  # by this factor, the official codebook statistics are larger than ours
+    if sequence_len is not None:
+        n_blocks, rest = divmod(sequence_len, config.block_len)
+        if rest or n_blocks < 3:
+            raise UserError(
+                f"sequence_len={sequence_len}: the official code needs at least 3 blocks of "
+                f"block_len={config.block_len} tokens, and whole ones; use the sequence_len of its "
+                "config"
+            )
+        if any(map(_OLD.match, params)):  # "vq_old" averages over blocks, which cancels the factor
+            n_blocks = 1
     params = {_OLD.sub(r"stack/\2Attention_\1/", name): array for name, array in params.items()}
     names = official_names(config)
     wanted = {official.name for official in names.values()}
@@ -132,22 +139,6 @@ def load_official(
         if name.endswith("quantizer.c_count"):
             rescale_statistics(tensors[name.replace("c_count", "c_sum")], tensor, n_blocks)
     return model
-
-
-def _statistics_scale(
-    params: Mapping[str, Any], config: ModelConfig, sequence_len: int | None
-) -> int:
-    """Return the factor by which codebook statistics are larger than ours; 1 if unknown."""
-    block_len = config.block_len
-    if sequence_len is None:
-        return 1
-    if sequence_len % block_len or sequence_len < 3 * block_len:
-        raise UserError(
-            f"sequence_len={sequence_len}: the official code needs at least 3 blocks of "
-            f"block_len={block_len} tokens, and whole ones; use the sequence_len of its config"
-        )
-    # The attention "vq_old" averages over blocks, which cancels the factor.
-    return 1 if any(map(_OLD.match, params)) else sequence_len // block_len
 
 
 @torch.no_grad()

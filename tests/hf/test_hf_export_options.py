@@ -131,10 +131,15 @@ def test_chat_template_of_the_run_is_used_and_writes_special_tokens(run, tmp_pat
         (b"a\n{% for x in %}", "my.jinja, line 2"),
         (b"\xff", "my.jinja: 'utf-8' codec can't decode"),
         (None, "my.jinja: No such file"),
+        (b" \n", "my.jinja is empty"),
+        ("/dev/full", "my.jinja: not a file"),
+        ("/", "my.jinja: not a file"),
     ],
 )
 def test_invalid_chat_templates_are_rejected(run, tmp_path, capsys, content, message):
-    if content is not None:
+    if isinstance(content, str):
+        (tmp_path / "my.jinja").symlink_to(content)
+    elif content is not None:
         (tmp_path / "my.jinja").write_bytes(content)
     out = tmp_path / "out"
     line = user_error(capsys, "export", run, out, "--chat-template", tmp_path / "my.jinja")

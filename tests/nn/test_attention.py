@@ -89,13 +89,13 @@ def assert_layer_is_the_definition(layer, head_type, seq_len, cuts=()):
     assert_same_gradients(leaves, got, want)
 
 
-@pytest.mark.parametrize("cuts", [(), (2, 9)])
-@pytest.mark.parametrize("seq_len", [1, 3, 4, 17, 28])
+@pytest.mark.parametrize(
+    ("seq_len", "cuts"), [(1, ()), (3, (2,)), (4, ()), (17, (2, 9)), (28, ()), (28, (2, 9))]
+)
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_vq_attention_is_definition_3_1(reduction, head_type, seq_len, cuts):
     layer = make("vq", head_type, reduction=reduction)
-    cuts = tuple(cut for cut in cuts if cut < seq_len)
     assert_layer_is_the_definition(layer, head_type, seq_len, cuts)
 
 

@@ -3,8 +3,6 @@
 The backend "aot_eager" traces forward and backward as the default one does, without a C++ compiler.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from helpers import assert_close, tiny_config, tiny_model
@@ -25,19 +23,17 @@ def compiled(model: TransformerVQ) -> TransformerVQ:
     return torch.compile(model, fullgraph=True, backend="aot_eager")
 
 
-slow = partial(pytest.param, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "recomputes"),
     [
-        slow({"head_type": "shga", "reduction": "auto"}, False),
-        slow({"head_type": "shga", "reduction": "auto"}, True),
+        ({"head_type": "shga", "reduction": "auto"}, False),
+        ({"head_type": "shga", "reduction": "auto"}, True),
         ({"head_type": "mha", "attention": "full"}, False),
-        slow({"head_type": "mqa", "reduction": "serial"}, False),
-        slow({"head_type": "gqa", "reduction": "associative"}, False),
-        slow({"head_type": "mha", "reduction": "matmul"}, False),
-        slow({"head_type": "mqa", "reduction": "input_scan"}, False),
+        ({"head_type": "mqa", "reduction": "serial"}, False),
+        ({"head_type": "gqa", "reduction": "associative"}, False),
+        ({"head_type": "mha", "reduction": "matmul"}, False),
+        ({"head_type": "mqa", "reduction": "input_scan"}, False),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else str(value),
 )
@@ -87,7 +83,7 @@ def test_decoding_compiles_once_and_computes_the_same(head_type):
                 assert_close("logits", output.logits[:, 0], want[:, t])
 
 
-@pytest.mark.parametrize("head_type", ["shga", slow("mha")])
+@pytest.mark.parametrize("head_type", ["shga", pytest.param("mha", marks=pytest.mark.slow)])
 def test_decoding_in_place_compiles_once_and_computes_the_same(head_type):
     model = TransformerVQ(tiny_config(n_layer=1, head_type=head_type)).eval()
     x = torch.randint(model.config.vocab_size, (2, 20))

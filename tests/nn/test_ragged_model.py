@@ -7,11 +7,10 @@ import torch
 from helpers import assert_close, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_model import HEAD_TYPES, tokens
 from torch.profiler import ProfilerActivity, profile
 
 from transformer_vq import TransformerVQ, VQAttention
-
-HEAD_TYPES = ["shga", "mqa", "mha", "gqa"]
 
 
 def make(**overrides) -> TransformerVQ:
@@ -19,11 +18,6 @@ def make(**overrides) -> TransformerVQ:
     model = tiny_model(absolute_positions=True, **overrides).double()
     torch.nn.init.ones_(model.positions.scale)
     return model
-
-
-def tokens(batch_size: int, seq_len: int, seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(17, (batch_size, seq_len), generator=generator)
 
 
 def run(model, x, cuts=(), **ragged):

@@ -74,14 +74,16 @@ def test_short_sequences(seq_len, d_v):
     equal(inputs_of(seq_len, d_v=d_v))
 
 
-@pytest.mark.parametrize("options", [{}, {"cache": False}, {"grad_through_cache": False}])
-@pytest.mark.parametrize("d_v", [5, 6])
+@pytest.mark.parametrize(
+    ("options", "d_v"),
+    [({}, 5), ({}, 6), ({"cache": False}, 5), ({"grad_through_cache": False}, 6)],
+)
 def test_a_carried_state_keeps_results_and_gradients(options, d_v):
     equal(inputs_of(3 * L + 3, d_v=d_v), (L + 1,), **options)
 
 
 @pytest.mark.parametrize(
-    ("ragged", "d_v"), [("documents", 5), ("documents", 6), ("padding", 6), ("both", 5)]
+    ("ragged", "d_v"), [("documents", 6), ("both", 5), pytest.param("padding", 6, marks=SLOW)]
 )
 def test_documents_and_padding(ragged, d_v):
     seq_len = 3 * L + 2
@@ -206,12 +208,12 @@ def test_positional_scores_are_optional_in_decoding():
 
 
 def test_a_bfloat16_state_keeps_its_means_in_float32():
-    inputs = attention_inputs(10, d_v=20, block_len=3, dtype=torch.float32)
+    inputs = attention_inputs(7, d_v=20, block_len=3, dtype=torch.float32)
     inputs = replace(inputs, v=inputs.v.bfloat16().float())
     equal_to_the_reference(inputs, 0, inputs.empty_state(), has_keys=False, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=SLOW)])
 def test_a_model_decodes_with_the_kernel(compiled, monkeypatch):
     model = tiny_model(n_layer=1).float().eval()
     tokens = torch.randint(17, (2, 9))

@@ -27,18 +27,9 @@ def tiles(n_queries):
         EXECUTIONS["cpu"] = before
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("seq_len", [3, 8, 37])
-def test_fused_attention_never_reads_uninitialized_memory(heads, seq_len):
-    h, g = HEADS[heads]
-    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
-    try:
-        assert torch.empty(3).isnan().all()
-        for options in ({}, {"cache": False}, {"grad_through_cache": False}):
-            inputs = attention_inputs(seq_len, h=h, g=g, block_len=8, requires_grad=True)
-            assert_equal_to_serial(inputs, [min(10, seq_len - 1)], **options)
-    finally:
-        torch.use_deterministic_algorithms(False)
+def test_memory_that_is_not_written_contains_nan():
+    """So that the tests of this file notice an attention that reads it."""
+    assert torch.empty(3).isnan().all()
 
 
 @pytest.mark.parametrize("heads", HEADS)

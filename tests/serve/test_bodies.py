@@ -4,6 +4,7 @@ import http.client
 import json
 import time
 
+import pytest
 from servers import TOKENIZER, a_model, a_service, running, wait_until
 
 from transformer_vq.data.tokenizers import CHUNK_CHARS, ByteTokenizer
@@ -45,6 +46,29 @@ def test_values_and_tokens_of_a_body_are_limited(tmp_path):
             status, _, found = client.post("/v1/completions", {"prompt": prompts})
             assert (status, found["error"]["code"]) == (413, "prompt_too_long")
         assert client.post("/v1/completions", {"prompt": [[1] * 50] * 2, "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'"a",' * 400_000,
+        b'"\\\\",' * 400_000,
+        b"[" * 300_000,
+        b"[[[[[1]]]]]," * 80_000,
+        b'{"a":1},' * 150_000,
+    ],
+    ids=["texts", "backslashes", "nested", "lists", "objects"],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/contexts"])
+def test_bodies_that_take_long_to_parse_are_rejected(client, path, content):
+    status, _, found = client.post(path, b'{"prompt": [' + content + b"1]}")
+    assert (status, "quotes and brackets" in found["error"]["message"]) == (413, True)
+
+
+def test_long_texts_with_quotes_and_many_tokens_are_accepted(client):
+    assert client.post("/v1/contexts", {"text": '"' * 260_000, "tokens": []})[0] == 400
+    status, _, found = client.post("/v1/inspect", {"tokens": [1] * 500_000})
+    assert (status, found["error"]["code"]) == (413, "prompt_too_long")  # it was parsed
 
 
 def test_scored_tokens_of_prompts_are_limited(client):

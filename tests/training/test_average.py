@@ -10,7 +10,7 @@ from transformer_vq.training.step import Trainer
 
 
 def averaging(folder, **changes):
-    changes = {"optim": {"lr": 0.02}, "model": {"n_layer": 1}} | changes
+    changes = {"optim": {"lr": 0.02}} | changes
     train = {"weight_average": 0.8, "accumulate": 2} | changes.pop("train", {})
     return tiny_run(folder, **changes, train=train)
 

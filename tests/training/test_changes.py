@@ -9,7 +9,7 @@ from transformer_vq.training.checkpoint import load_model, read_config
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.run import read_history, resume, train
 
-NO_DROPOUT = {"p_dropsin": 0.0, "p_dropres": 0.0, "p_droplyr": 0.0, "n_layer": 1}
+NO_DROPOUT = {"p_dropsin": 0.0, "p_dropres": 0.0, "p_droplyr": 0.0}
 
 
 @pytest.fixture

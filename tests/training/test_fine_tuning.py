@@ -21,11 +21,12 @@ from transformer_vq.training.loading import InitialModel
 from transformer_vq.training.run import resume, train
 
 
-@pytest.fixture
-def source(tmp_path):
-    """A finished run on bytes."""
-    train(tiny_run(tmp_path, model={"n_layer": 1}, train={"steps": 4}), tmp_path / "source")
-    return tmp_path / "source"
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A finished run on bytes, which no test changes."""
+    folder = tmp_path_factory.mktemp("source")
+    train(tiny_run(folder, train={"steps": 4}), folder / "source")
+    return folder / "source"
 
 
 def fine_tuning(source, path=None, **changes):
@@ -96,7 +97,7 @@ def test_a_run_starts_from_an_exported_folder(source, tmp_path):
 
 @pytest.mark.parametrize("n_files", [1, 2])
 def test_a_run_starts_from_a_tied_model_that_transformers_saved(tmp_path, n_files):
-    tied = {"n_layer": 1, "tie_embeddings": True, "final_norm": True}
+    tied = {"tie_embeddings": True, "final_norm": True}
     train(tiny_run(tmp_path, model=tied, train={"steps": 2}), tmp_path / "source")
     folder = export(tmp_path / "source", tmp_path / "exported")
 
@@ -116,7 +117,7 @@ def test_a_run_starts_from_a_tied_model_that_transformers_saved(tmp_path, n_file
 def test_tokens_that_were_added_with_transformers_are_kept(tmp_path):
     from transformers import AutoTokenizer
 
-    config = tiny_run(tmp_path, model={"n_layer": 1, "vocab_size": 280}, train={"steps": 1})
+    config = tiny_run(tmp_path, model={"vocab_size": 280}, train={"steps": 1})
     config = replace(config, data=replace(config.data, tokenizer="bpe"))
     train(config, tmp_path / "source")
     n_tokens = load_model(tmp_path / "source")[0].config.vocab_size
@@ -141,11 +142,11 @@ def test_tokens_that_were_added_with_transformers_are_kept(tmp_path):
 
 def test_models_with_another_head_are_rejected(source, tmp_path):
     folder = export(source, tmp_path / "exported")
-    from transformer_vq.hf import TransformerVQForSequenceClassification as Classifier
+    from transformer_vq.hf import TransformerVQModel
 
-    Classifier.from_pretrained(folder).save_pretrained(tmp_path / "classifier")
-    with pytest.raises(CheckpointError, match="is a TransformerVQForSequenceClassification"):
-        initial_model(fine_tuning(source, tmp_path / "classifier"))
+    TransformerVQModel.from_pretrained(folder).save_pretrained(tmp_path / "features")
+    with pytest.raises(CheckpointError, match="is a TransformerVQModel"):
+        initial_model(fine_tuning(source, tmp_path / "features"))
 
 
 def test_settings_that_only_affect_training_may_differ(source):
@@ -170,7 +171,7 @@ def test_another_architecture_is_rejected_before_anything_is_written(source, tmp
 
 @pytest.mark.parametrize(("ends", "option"), [(True, "--data.end-of"), (False, "--data.no-end-of")])
 def test_another_end_of_document_is_rejected_with_the_option_that_fixes_it(tmp_path, ends, option):
-    base = tiny_run(tmp_path, model={"n_layer": 1}, train={"steps": 1})
+    base = tiny_run(tmp_path, train={"steps": 1})
     train(replace(base, data=replace(base.data, end_of_document=ends)), tmp_path / "source")
     assert InitialModel(tmp_path / "source").config.vocab_size == (257 if ends else 256)
     other = fine_tuning(tmp_path / "source", data={"end_of_document": not ends})

@@ -169,7 +169,7 @@ def test_training_memorizes_a_sentence(tmp_path):
         tmp_path,
         torch.float32,
         model=NO_DROPOUT,
-        optim={"lr": 1e-2, "warmup": 0},
+        optim={"lr": 2e-2, "warmup": 0},
         train={"steps": 50, "batch_size": 1},
     )
     text = torch.tensor(list(b"linear time, dense softmax, exactly so."))

@@ -160,7 +160,8 @@ def _rules(hidden: Collection[str] = ()) -> ConstructorRegistry:
                 hint = Annotated[hint, tyro.conf.DisallowNone]  # --compile and --no-compile
             if f"{sections.get(kind)}.{field.name}" in hidden:
                 hint = Annotated[hint, tyro.conf.Suppress]
-            default = getattr(info.default, field.name, _default(field))
+            default = tyro.MISSING if field.default is dataclasses.MISSING else field.default
+            default = getattr(info.default, field.name, default)
             text = field_docs(kind).get(field.name)
             found.append(StructFieldSpec(field.name, hint, default, text))
         if kind is RunConfig:
@@ -175,12 +176,6 @@ def _rules(hidden: Collection[str] = ()) -> ConstructorRegistry:
         return StructConstructorSpec(build, tuple(found))
 
     return registry
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return tyro.MISSING if field.default is dataclasses.MISSING else field.default
 
 
 def starting_point(arguments: list[str], command: str) -> tuple[str, RunConfig]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import tyro
 
 from transformer_vq.cli.arguments import Checkpoint, Device, Json, Matmul, Run, parse, run_name
-from transformer_vq.cli.output import out_of_memory_advice, print_json
+from transformer_vq.cli.output import computing, print_json
 from transformer_vq.config import Count, DataConfig, Rows
 from transformer_vq.errors import UserError
 from transformer_vq.training.run_list import checkpoint_label
@@ -61,9 +61,8 @@ def run(arguments: list[str]) -> None:
     """Evaluate a run; print the results and write them to a file."""
     name = run_name(arguments, "eval", EvalOptions(DataConfig(), tyro.MISSING))
 
-    from transformer_vq.device import find_device, keep_freed_memory
+    from transformer_vq.device import find_device
     from transformer_vq.files import write_json
-    from transformer_vq.threads import share_cores
     from transformer_vq.training.checkpoint import read_config
     from transformer_vq.training.evaluate import default_split, evaluate
     from transformer_vq.training.packaged import find_run
@@ -78,9 +77,7 @@ def run(arguments: list[str]) -> None:
     protocols = PROTOCOLS.get(options.protocol)
     if protocols is None and not options.json:
         protocols = ("windowed",)
-    keep_freed_memory()
-    share_cores()
-    with out_of_memory_advice("reduce --batch-size"):
+    with computing("reduce --batch-size"):
         result = evaluate(
             name,
             data=None if options.data == own else options.data,

@@ -50,8 +50,13 @@ def print_training_result(result: TrainingResult, as_json: bool) -> int:
 
 
 @contextmanager
-def out_of_memory_advice(advice: str) -> Iterator[None]:
-    """Turn an out-of-memory error into a NotEnoughMemoryError with advice."""
+def computing(advice: str) -> Iterator[None]:
+    """Set up memory and threads; add advice to an error that there is not enough memory."""
+    from transformer_vq.device import keep_freed_memory
+    from transformer_vq.threads import share_cores
+
+    keep_freed_memory()
+    share_cores()
     try:
         yield
     except Exception as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 import tyro
 
 from transformer_vq.cli.arguments import Flat, Json, Run, parse, run_name
-from transformer_vq.cli.output import config_fields, out_of_memory_advice, print_training_result
+from transformer_vq.cli.output import computing, config_fields, print_training_result
 from transformer_vq.config import FREE_FIELDS
 from transformer_vq.presets import PRESETS
 
@@ -41,8 +41,6 @@ def run(arguments: list[str]) -> int:
     fixed = config_fields() - FREE_FIELDS
     name = run_name(arguments, "resume", ResumeOptions(PRESETS["tiny"], tyro.MISSING), fixed)
 
-    from transformer_vq.device import keep_freed_memory
-    from transformer_vq.threads import share_cores
     from transformer_vq.training.checkpoint import read_config
     from transformer_vq.training.packaged import check_not_packaged, find_run
     from transformer_vq.training.run import resume
@@ -50,9 +48,7 @@ def run(arguments: list[str]) -> int:
     check_not_packaged(find_run(name), name)
     default = ResumeOptions(read_config(Path(name)), name)
     options = parse(ResumeOptions, arguments, "resume", default)
-    keep_freed_memory()
-    share_cores()
-    with out_of_memory_advice("use --train.checkpoint-activations"):
+    with computing("use --train.checkpoint-activations"):
         result = resume(
             Path(name), options.run, allow_schedule_change=options.allow_schedule_change
         )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from transformer_vq.checks import Range
 from transformer_vq.cli.arguments import Checkpoint, Device, Json, Matmul, Overwrite, Run, parse
-from transformer_vq.cli.output import out_of_memory_advice, print_json
+from transformer_vq.cli.output import computing, print_json
 from transformer_vq.config import Rows, Seed
 from transformer_vq.errors import UserError
 from transformer_vq.generation import NEW_TOKENS, TEMPERATURE, TOP_P
@@ -76,10 +76,9 @@ def run(arguments: list[str]) -> None:
     if options.prompt is not None and options.prompt_file is not None:
         raise UserError("give --prompt or --prompt-file, not both")
 
-    from transformer_vq.device import find_device, keep_freed_memory, matmul_precision
+    from transformer_vq.device import find_device, matmul_precision
     from transformer_vq.files import check_can_write
     from transformer_vq.generation.sampling import Sampling
-    from transformer_vq.threads import share_cores
     from transformer_vq.training.checkpoint import load_model, read_config, read_tokenizer
     from transformer_vq.training.packaged import find_run
 
@@ -92,13 +91,8 @@ def run(arguments: list[str]) -> None:
         if getattr(options, name) != getattr(SampleOptions, name):
             kind = "image" if has_images else "text"
             raise UserError(f"--{name.replace('_', '-')} does not apply to {kind} runs")
-    keep_freed_memory()
-    share_cores()
     device = find_device(options.device)
-    with (
-        out_of_memory_advice("reduce --batch"),
-        matmul_precision(device, options.precision),
-    ):
+    with computing("reduce --batch"), matmul_precision(device, options.precision):
         model, _ = load_model(folder, options.checkpoint)
         model.to(device)
         tokenizer = read_tokenizer(folder)

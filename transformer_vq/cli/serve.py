@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from transformer_vq.checks import Range
 from transformer_vq.cli.arguments import Checkpoint, Device, Matmul, Run, parse
+from transformer_vq.cli.output import computing
 from transformer_vq.config import DataConfig, Rows
 from transformer_vq.errors import UserError
 
@@ -83,7 +84,7 @@ def run(arguments: list[str]) -> None:
 
     from transformer_vq.serve.server import serve
 
-    with ExitStack() as held:
+    with computing("reduce --slots"), ExitStack() as held:
         serve(
             _service(options, key, held),
             options.host,
@@ -97,22 +98,19 @@ def run(arguments: list[str]) -> None:
 
 def _service(options: ServeOptions, api_key: str | None, held: ExitStack) -> Service:
     """Load the model and open its store, which stays locked until `held` is closed."""
-    from transformer_vq.device import find_device, keep_freed_memory, matmul_precision
+    from transformer_vq.device import find_device, matmul_precision
     from transformer_vq.files import lock_folder
     from transformer_vq.generation.snapshot import Snapshots
     from transformer_vq.serve.contexts import ContextStore
     from transformer_vq.serve.engine import Engine, check_servable
     from transformer_vq.serve.prefixes import PrefixStore
     from transformer_vq.serve.service import Limits, Service
-    from transformer_vq.threads import share_cores
     from transformer_vq.training.loading import (
         has_images,
         load_model_and_tokenizer,
         read_chat_template,
     )
 
-    keep_freed_memory()
-    share_cores()
     device = find_device(options.device)
     name = options.run
     if has_images(name):

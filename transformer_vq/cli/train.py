@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from transformer_vq.cli.arguments import Config, Flat, Json, Start, parse, starting_point
-from transformer_vq.cli.output import out_of_memory_advice, print_training_result
+from transformer_vq.cli.output import computing, print_training_result
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,9 @@ def run(arguments: list[str]) -> int:
     name, config = starting_point(arguments, "train")
     options = parse(TrainOptions, arguments, "train", TrainOptions(config))
 
-    from transformer_vq.device import keep_freed_memory
     from transformer_vq.sizes import MEMORY_HINT
-    from transformer_vq.threads import share_cores
     from transformer_vq.training.run import train
 
-    keep_freed_memory()
-    share_cores()
     out = Path("runs", name) if options.out is None else options.out
-    with out_of_memory_advice(MEMORY_HINT):
+    with computing(MEMORY_HINT):
         return print_training_result(train(options.run, out), options.json)

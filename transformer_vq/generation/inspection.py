@@ -8,7 +8,7 @@ window before the block, and the block. So time and memory are linear in the len
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import get_ident
@@ -103,10 +103,18 @@ def inspect_tokens(
     state: ModelState | None = None
     if context is not None:
         surprisal, state = [_bits(context.logits, ids[:1])], context.state
+    thread = get_ident()
+
+    def record(layer: nn.Module, args: Any, kwargs: Any, output: AttentionOutput[VQState]) -> None:
+        if get_ident() == thread:  # the model may be in use elsewhere, as in a server
+            assert isinstance(layer, VQAttention)
+            x, before = args
+            found = _block(layer, x, kwargs["sinusoids"], before, output.state, n_codes)
+            blocks[layers.index(layer)].append(found)
+
     with evaluating(model), ExitStack() as hooks:
-        for layer, of_layer in zip(layers, blocks, strict=True):
-            hook = _recorder(of_layer, n_codes)
-            hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(record, with_kwargs=True))
         for start in range(0, len(ids), block_len):
             stop = start + block_len
             output: ModelOutput = model(ids[start:stop].unsqueeze(0), state)
@@ -121,26 +129,6 @@ def _bits(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the surprisal of each target. logits: [t, vocab_size], targets: [t] -> [t]."""
     nats = F.cross_entropy(logits, targets.to(logits.device), reduction="none")
     return (nats / math.log(2)).cpu()
-
-
-def _recorder(blocks: list[LayerInspection], n_codes: int) -> Callable[..., None]:
-    """Return a forward hook that appends the inspection of each block of a layer."""
-
-    thread = get_ident()
-
-    def record(
-        layer: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output: AttentionOutput[VQState],
-    ) -> None:
-        if get_ident() != thread:  # the model may be in use elsewhere, as in a server
-            return
-        assert isinstance(layer, VQAttention)
-        x, before = args
-        blocks.append(_block(layer, x, kwargs["sinusoids"], before, output.state, n_codes))
-
-    return record
 
 
 def _block(

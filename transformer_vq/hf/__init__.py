@@ -7,13 +7,7 @@ folder written by `transformer_vq.hf.export`.
 from transformer_vq.errors import missing_extra
 
 try:
-    from transformers import (
-        AutoConfig,
-        AutoModel,
-        AutoModelForCausalLM,
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-    )
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
 except ImportError as error:
     raise missing_extra("transformer_vq.hf", "transformers>=5") from error
 
@@ -22,7 +16,6 @@ from transformer_vq.hf.codebooks import CodebookCallback
 from transformer_vq.hf.configuration import TransformerVQConfig
 from transformer_vq.hf.modeling import (
     TransformerVQForCausalLM,
-    TransformerVQForSequenceClassification,
     TransformerVQModel,
     TransformerVQModelOutput,
     TransformerVQOutput,
@@ -33,9 +26,6 @@ from transformer_vq.hf.tokenization import TransformerVQTokenizer
 AutoConfig.register(TransformerVQConfig.model_type, TransformerVQConfig, exist_ok=True)
 AutoModel.register(TransformerVQConfig, TransformerVQModel, exist_ok=True)
 AutoModelForCausalLM.register(TransformerVQConfig, TransformerVQForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(
-    TransformerVQConfig, TransformerVQForSequenceClassification, exist_ok=True
-)
 AutoTokenizer.register(TransformerVQConfig, TransformerVQTokenizer, exist_ok=True)
 
 __all__ = [
@@ -43,7 +33,6 @@ __all__ = [
     "TransformerVQCache",
     "TransformerVQConfig",
     "TransformerVQForCausalLM",
-    "TransformerVQForSequenceClassification",
     "TransformerVQModel",
     "TransformerVQModelOutput",
     "TransformerVQOutput",

@@ -26,12 +26,6 @@ class StateLayer(CacheLayerMixin):
         self.n_columns = 0
         """Tokens processed so far, including padding; the sequence length in transformers."""
 
-    def advance(self, state: ModelState, n_columns: int) -> None:
-        """Store the state after `n_columns` more tokens."""
-        self.state = state
-        self.n_columns += n_columns
-        self.is_initialized = True
-
     @property
     def batch_size(self) -> int:
         return -1 if self.state is None else int(self.state.position.shape[0])
@@ -85,7 +79,10 @@ class TransformerVQCache(Cache):
         return layer.state
 
     def advance(self, state: ModelState, n_columns: int) -> None:
-        self.layers[0].advance(state, n_columns)
+        """Store the state after `n_columns` more tokens."""
+        layer: StateLayer = self.layers[0]
+        layer.state, layer.is_initialized = state, True
+        layer.n_columns += n_columns
 
     def detach(self) -> None:
         """Detach the state from the graph, as between the windows of truncated BPTT."""

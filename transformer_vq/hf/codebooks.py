@@ -50,7 +50,6 @@ class CodebookUpdates(Stack):
         before = self.code_usage
         self.code_usage = usages if before is None else add_usages(before, usages)
         self._n_passes += 1
-        _install_hook()
         _PENDING[self] = None
 
     @torch.no_grad()
@@ -115,12 +114,6 @@ class CodebookUpdates(Stack):
 
 _PENDING: weakref.WeakKeyDictionary[CodebookUpdates, None] = weakref.WeakKeyDictionary()
 """Models with code usage that has not been applied, in the same order on all ranks."""
-_installed: list[Any] = []
-
-
-def _install_hook() -> None:
-    if not _installed:
-        _installed.append(register_optimizer_step_post_hook(_after_step))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -132,6 +125,9 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     for model in list(_PENDING):
         if any(id(p) in updated for p in model.parameters()):
             model.update_codebooks()
+
+
+register_optimizer_step_post_hook(_after_step)
 
 
 class CodebookCallback(TrainerCallback):

@@ -26,7 +26,6 @@ AUTO_MAP = {
     "AutoConfig": f"{MODULE}.TransformerVQConfig",
     "AutoModel": f"{MODULE}.TransformerVQModel",
     "AutoModelForCausalLM": f"{MODULE}.TransformerVQForCausalLM",
-    "AutoModelForSequenceClassification": f"{MODULE}.TransformerVQForSequenceClassification",
 }
 TOKENIZER_AUTO_MAP = {"AutoTokenizer": [f"{MODULE}.TransformerVQTokenizer", None]}
 # transformers reports imports outside of `try` itself, and suggests a package name that is wrong.

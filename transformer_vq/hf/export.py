@@ -105,7 +105,14 @@ def _read_template(run: Path, given: Path | None, has_images: bool) -> str | Non
         given = run / TEMPLATE_FILE if (run / TEMPLATE_FILE).is_file() else None
     elif has_images:
         raise UserError(f"{run} is a run on images, which has no chat template")
-    return None if given is None else read_chat_template(given)
+    if given is None:
+        return None
+    if given.exists() and not given.is_file():
+        raise UserError(f"cannot read {given}: not a file; give a Jinja file")
+    template = read_chat_template(given)
+    if not template.strip():
+        raise UserError(f"{given} is empty; give a Jinja file")
+    return template
 
 
 def _save_tokenizer(tokenizer: Tokenizer, run: Path, folder: Path, template: str | None) -> None:

@@ -14,11 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
-from transformers.modeling_outputs import (
-    BaseModelOutputWithPast,
-    CausalLMOutputWithPast,
-    SequenceClassifierOutputWithPast,
-)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import CONFIG_NAME
 from transformers.utils.generic import can_return_tuple
 
@@ -392,63 +388,6 @@ class TransformerVQForCausalLM(TransformerVQPreTrainedModel, GenerationMixin):
     def generate_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Reject continuous batching, which pages the keys and values of each token."""
         raise ValueError("continuous batching is not supported; use generate without a paged cache")
-
-
-class TransformerVQForSequenceClassification(TransformerVQPreTrainedModel):
-    """Classifies sequences of any length by the features of their last token."""
-
-    def __init__(self, config: TransformerVQConfig) -> None:
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
-        self.post_init()
-
-    @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        past_key_values: TransformerVQCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Any,
-    ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
-        """Return the loss and one row of logits per sequence: [b, num_labels].
-
-        The last token of a row is the last one that `attention_mask` includes; without a mask, the
-        last one that is not `config.pad_token_id`. labels: [b] classes or values, or
-        [b, num_labels]; the kind of loss is `config.problem_type`.
-        """
-        output: TransformerVQModelOutput = self.model(
-            input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, **kwargs
-        )
-        x = output.last_hidden_state
-        last = self._last_token(input_ids, attention_mask, x)
-        logits = self.score(x[torch.arange(len(x), device=x.device), last])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, pooled_logits=logits, config=self.config
-            )
-            loss = loss + self.config.commit_coef * output.commit_loss
-        return SequenceClassifierOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=output.past_key_values,
-            hidden_states=output.hidden_states,
-        )
-
-    def _last_token(
-        self, input_ids: Tensor | None, attention_mask: Tensor | None, x: Tensor
-    ) -> Tensor:
-        """Return the index of the last token of each row: [b]."""
-        counted = torch.ones(x.shape[:2], device=x.device)
-        if attention_mask is not None:
-            counted = attention_mask[:, -x.shape[1] :] != 0
-        elif input_ids is not None and self.config.pad_token_id is not None:
-            counted = input_ids != self.config.pad_token_id
-        return (torch.arange(x.shape[1], device=x.device) * counted).argmax(-1)
 
 
 def _valid_tokens(attention_mask: Tensor | None, given: Tensor) -> Tensor | None:

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
@@ -32,7 +33,6 @@ from transformer_vq.serve.guard import (
     Guard,
     media_type,
 )
-from transformer_vq.serve.prompts import PromptReader
 from transformer_vq.serve.schema import (
     MAX_NAME,
     APIError,
@@ -78,7 +78,7 @@ def create_app(service: Service, hosts: frozenset[str] | None = None) -> FastAPI
     )
     accepted = ["*"] if hosts is None else sorted(hosts)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=accepted, www_redirect=False)
-    for kind in (HTTPException, RequestValidationError, Exception, *ANSWERS):
+    for kind in (HTTPException, RequestValidationError, ValidationError, *ANSWERS):
         app.add_exception_handler(kind, handle_error)
     for router in (information_router, completions_router, contexts_router, inspection_router):
         app.include_router(router(service))
@@ -101,7 +101,7 @@ async def handle_error(request: Request, error: Exception) -> JSONResponse:
     match error:
         case APIError():
             return error.response()
-        case RequestValidationError():
+        case RequestValidationError() | ValidationError():
             return invalid_field(error.errors()[0]).response()
         case HTTPException(status_code=404):
             message = f"{request.method} {request.scope['path']} does not exist; see /openapi.json"
@@ -189,9 +189,8 @@ def contexts_router(service: Service) -> APIRouter:
         body: ContextBody, client: Request, parent: str | None
     ) -> dict[str, Any]:
         """Prefill a document, after that of a parent if given; store its context."""
-        reader = PromptReader(service, client)
-        start = await reader.open(parent)
-        tokens = await reader.document(body.text or "", body.tokens)
+        prompts = await service.prompts(client, parent)
+        tokens, start = await prompts.document(body.text, body.tokens), prompts.start
         requests = service.requests(GenerationBody(max_tokens=0), tokens, start)
         (*_, (_, last)) = [event async for event in service.events(requests, client)]
         assert last.end is not None
@@ -221,7 +220,7 @@ def contexts_router(service: Service) -> APIRouter:
             content = await client.body()
             return (await run_in_threadpool(store.upload, content, name)).plain()
         if kind != "text/plain":
-            body = await client.parsed(ContextBody.model_validate_json)
+            body = ContextBody.model_validate(await client.json())
             return await add_document(body, client, None)
         try:
             text = (await client.body()).decode()
@@ -271,9 +270,8 @@ def inspection_router(service: Service) -> APIRouter:
     n_requests = 0
 
     async def work(body: InspectBody, client: Request) -> dict[str, Any]:
-        reader = PromptReader(service, client, MAX_INSPECTED)
-        start = await reader.open(body.context)
-        tokens = await reader.document(body.text, body.tokens)
+        prompts = await service.prompts(client, body.context, MAX_INSPECTED)
+        tokens, start = await prompts.document(body.text, body.tokens), prompts.start
         context, position = (None, 0) if start is None else (start.context, start.n_tokens)
         model, n_codes = service.engine.model, body.n_codes
 

@@ -15,7 +15,6 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from transformer_vq.data.tokenizers import Tokenizer
 from transformer_vq.serve.guard import BodyRoute
-from transformer_vq.serve.prompts import PromptReader
 from transformer_vq.serve.requests import Event, Finished, Request, TokenScore
 from transformer_vq.serve.schema import APIError, ChatBody, CompletionBody, GenerationBody
 from transformer_vq.serve.service import Service
@@ -29,11 +28,10 @@ def completions_router(service: Service) -> APIRouter:
     async def completions(body: CompletionBody, client: HTTPRequest) -> Response:
         """Continue one or several prompts."""
         service.check_model(body.model)
-        reader = PromptReader(service, client)
-        start = await reader.open(body.context)
+        prompts = await service.prompts(client, body.context)
         choices: list[Choice] = []
-        for tokens, echo in await reader.completions(body):
-            for request in service.requests(body, tokens, start, body.logprobs, body.echo):
+        for tokens, echo in await prompts.completions(body):
+            for request in service.requests(body, tokens, prompts.start, body.logprobs, body.echo):
                 choices.append(Choice(service.tokenizer, len(choices), request, echo))
         head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion"}
         return await respond(service, body, client, choices, head)
@@ -42,10 +40,10 @@ def completions_router(service: Service) -> APIRouter:
     async def chat(body: ChatBody, client: HTTPRequest) -> Response:
         """Write the next message. Models without a chat template answer with status 400."""
         service.check_model(body.model)
-        reader = PromptReader(service, client)
-        start = await reader.open(body.context)
+        prompts = await service.prompts(client, body.context)
         n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        requests = service.requests(body, await reader.messages(body), start, n_logprobs)
+        prompt = await prompts.messages(body)
+        requests = service.requests(body, prompt, prompts.start, n_logprobs)
         choices = [ChatChoice(service.tokenizer, i, x) for i, x in enumerate(requests)]
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "object": kind}

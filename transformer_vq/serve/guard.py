@@ -11,19 +11,18 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from fastapi.concurrency import run_in_threadpool
 from fastapi.routing import APIRoute
-from pydantic import ValidationError
 from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from transformer_vq.serve.schema import APIError, invalid_field
+from transformer_vq.serve.schema import APIError
 
-T = TypeVar("T")
 OPEN_PATHS = ("/", "/health", "/favicon.ico", "/openapi.json")
 """Paths that need no key: the page, the schema, and a check whether the server runs."""
 OPEN_PREFIX = "/page/"
@@ -37,6 +36,9 @@ LARGE = 1 << 16
 """Bytes above which a body is parsed on another thread, so that others can go on."""
 OTHER_VALUES = 100_000
 """Values that a body may have besides the tokens of a prompt."""
+MAX_PARTS = 250_000
+"""Quotes and brackets of a body. Parsing that many strings, lists or objects takes 0.1 seconds,
+during which no other thread can run."""
 SNAPSHOT_TYPES = ("application/octet-stream", "application/x-safetensors")
 HEADERS = (
     (b"x-content-type-options", b"nosniff"),
@@ -73,11 +75,11 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers, n_bytes, n_commas = Headers(scope=scope), 0, 0
+        headers, n_bytes, n_commas, n_parts = Headers(scope=scope), 0, 0, 0
         is_json = media_type(headers) not in ("text/plain", *SNAPSHOT_TYPES)
 
         async def counted() -> Message:
-            nonlocal n_bytes, n_commas
+            nonlocal n_bytes, n_commas, n_parts
             message = await receive()
             body = message.get("body", b"")
             n_new = len(body)
@@ -85,12 +87,19 @@ class Guard:
             self._held += n_new
             if n_bytes > self._max_bytes:
                 raise self._too_large()
-            # All values but the first of a list or object follow a comma, so the commas bound the
-            # memory of the values, which can be 30 times that of the body.
-            n_commas += body.count(b",") if is_json else 0
-            if n_commas > self._max_values:
-                text = f"the body has more than {self._max_values:,} commas; send less"
-                raise APIError(413, text)
+            if is_json:
+                # All values but the first of a list or object follow a comma, so commas and
+                # brackets bound their memory, which can be 30 times that of the body. A string
+                # starts with a quote that does not follow a backslash.
+                n_commas += body.count(b",")
+                n_parts += sum(map(body.count, (b'"', b"[", b"{"))) - body.count(b'\\"')
+            for n, limit, name in (
+                (n_commas, self._max_values, "commas"),
+                (n_parts, MAX_PARTS, "quotes and brackets"),
+            ):
+                if n > limit:
+                    text = f"the body has more than {limit:,} {name}; send less, or text/plain"
+                    raise APIError(413, text)
             if n_new and self._held > BODIES * self._max_bytes:
                 raise APIError(503, "the server is busy with large requests; try again later")
             return message
@@ -160,17 +169,16 @@ class BodyRequest(Request):
     """A request whose JSON body is parsed on another thread if it is large."""
 
     async def json(self) -> Any:
-        return await self.parsed(json.loads)
+        """Return the values of the body; raise APIError if it is not valid JSON.
 
-    async def parsed(self, parse: Callable[[bytes], T]) -> T:
-        """Return what a function makes of the body; raise APIError if it is invalid."""
+        Numbers are converted by functions in Python, between which other threads can run.
+        """
         content = await self.body()
+        parse = partial(json.loads, parse_int=lambda x: int(x), parse_float=lambda x: float(x))
         try:
             if len(content) > LARGE:
                 return await run_in_threadpool(parse, content)
             return parse(content)
-        except ValidationError as error:
-            raise invalid_field(error.errors()[0]) from None
         except (ValueError, RecursionError):
             raise APIError(400, "the body is not valid JSON") from None
 

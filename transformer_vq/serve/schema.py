@@ -104,7 +104,7 @@ class GenerationBody(Body):
     """Accepted and not used."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Any = None
 
     @model_validator(mode="after")
     def _check_options(self) -> GenerationBody:
@@ -145,7 +145,7 @@ class ChatMessage(BaseModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ChatPart], Field(max_length=MAX_MESSAGES)] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)] | None = None
     tool_call_id: str | None = None
 
     def plain(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class ContextBody(Body):
     """Body of POST /v1/contexts and of a branch: a document to read."""
 
     text: str | None = None
-    tokens: list[int] | None = None
+    tokens: list[Any] | None = None
     name: Annotated[str, Field(max_length=MAX_NAME)] = ""
 
     @model_validator(mode="after")
@@ -194,7 +194,7 @@ class InspectBody(Body):
     """Body of POST /v1/inspect: what to look inside at."""
 
     text: str = ""
-    tokens: list[int] | None = None
+    tokens: list[Any] | None = None
     context: str | None = None
     """Id of a stored context that the text continues."""
     n_codes: Annotated[int, Field(ge=1, le=32)] = 5

@@ -163,13 +163,12 @@ def serve(
     allow_hosts: Sequence[str],
     stop_seconds: float,
     announce: Callable[[str], None],
-    max_connections: int = 1000,
     client_seconds: float = 30.0,
 ) -> None:
     """Listen until Ctrl-C or SIGTERM; then finish requests within a time.
 
     allow_hosts: names that clients may use, such as that of a reverse proxy. announce: receives the
-    addresses. The last arguments are those of `Server`.
+    addresses. client_seconds: see `Server`.
     """
     names = accepted_names(allow_hosts)
     listener = listen(host, port)
@@ -185,7 +184,7 @@ def serve(
         info("requests for any host name are accepted; set --allow-hosts")
     logging.basicConfig(format="%(levelname)s: %(message)s")
     os.umask(0o077)  # contexts hold the documents of clients
-    server = Server(service, names or None, stop_seconds, max_connections, client_seconds)
+    server = Server(service, names or None, stop_seconds, client_seconds=client_seconds)
     server.run(sockets=[listener])
 
 

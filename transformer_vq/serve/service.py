@@ -1,26 +1,33 @@
-"""What all routes share: the model and its name, the engine, limits, and events of requests."""
+"""What all routes share: the model and its name, limits, prompts, and events of requests."""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from fastapi import Request as HTTPRequest
+from fastapi.concurrency import run_in_threadpool
 
-from transformer_vq.data.tokenizers import Tokenizer
+from transformer_vq.data.chat_template import compile_chat_template
+from transformer_vq.data.tokenizers import CHUNK_CHARS, Tokenizer, divide
 from transformer_vq.generation import NEW_TOKENS
 from transformer_vq.generation.sampling import Sampling
 from transformer_vq.serve.contexts import ContextStore
 from transformer_vq.serve.engine import Engine
 from transformer_vq.serve.requests import Event, Finished, Request, Start
-from transformer_vq.serve.schema import APIError, GenerationBody
+from transformer_vq.serve.schema import APIError, ChatBody, CompletionBody, GenerationBody
 
 POLL_SECONDS = 0.5  # how often a waiting response checks that its client is still connected
+MAX_TEXTS = 256  # per request: prompts times n
+MAX_SCORES = 100_000  # log probabilities of prompts per request; each takes about 700 bytes
+MAX_CHARACTERS = 64  # per token of the limit; longer texts are rejected before they are encoded
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,15 @@ class Service:
         if name not in (None, self.name):
             message = f"the model {name!r:.80} does not exist; this server has {self.name!r}"
             raise APIError(404, message, "model", "model_not_found")
+
+    async def prompts(
+        self, client: HTTPRequest, context: str | None, limit: int | None = None
+    ) -> Prompts:
+        """Return the reader of a request's prompts. limit: of the tokens of all together."""
+        start = None
+        if context is not None:
+            start = await run_in_threadpool(self.contexts.open, context)
+        return Prompts(self, client, start, limit or self.limits.prompt_tokens)
 
     def requests(
         self,
@@ -122,6 +138,163 @@ class Service:
         finally:
             for generation in generations:
                 generation.cancel()
+
+
+class Prompts:
+    """Checks and converts the prompts of one HTTP request.
+
+    start: the stored context that they continue; without one, texts start with bos. All methods
+    raise APIError for what is invalid or too long, and if the client has disconnected.
+    """
+
+    def __init__(
+        self, service: Service, client: HTTPRequest, start: Start | None, limit: int
+    ) -> None:
+        self._service, self._client, self.start, self._limit = service, client, start, limit
+        self._tokenizer = service.tokenizer
+        self._bos = [self._tokenizer.bos] if start is None else []
+        self._n_tokens = 0
+
+    async def completions(self, body: CompletionBody) -> list[tuple[Sequence[int], str]]:
+        """Return the tokens of all prompts, and the texts to echo."""
+        given = body.prompt
+        if isinstance(given, str) or (isinstance(given, list) and given and type(given[0]) is int):
+            given = [given]
+        if not isinstance(given, list) or not given:
+            message = "give a text, a list of texts, a list of token ids, or a list of these"
+            raise APIError(400, f"prompt: {message}", "prompt")
+        self._check_number(len(given) * body.n)
+        found: list[tuple[Sequence[int], str]] = []
+        for item in given:
+            if not isinstance(item, str | list) or item == []:
+                message = "prompt: every entry must be a text or a list of token ids"
+                raise APIError(400, message, "prompt")
+            tokens, echo = await self._tokens(item, "prompt"), ""
+            if body.echo and isinstance(item, str):
+                echo = item
+            elif body.echo:
+                echo = (await run_in_threadpool(self._tokenizer.decode, tokens)).decode(
+                    errors="replace"
+                )
+            found.append((tokens, echo))
+        n_scored, n_top = self._n_tokens * body.n, 1 + (body.logprobs or 0)
+        if body.echo and body.logprobs is not None and n_scored * n_top > MAX_SCORES:
+            message = (
+                f"echo with logprobs={body.logprobs}: the prompts have {n_scored:,} tokens, but at "
+                f"most {MAX_SCORES // n_top:,} are scored; send fewer at a time"
+            )
+            raise APIError(400, message, "logprobs")
+        return found
+
+    async def document(self, text: str | None, tokens: list[Any] | None) -> Sequence[int]:
+        """Return the tokens of a document: those of a text, or tokens to use as they are."""
+        found = await self._tokens(text or "" if tokens is None else tokens, "text")
+        if not found:
+            raise APIError(400, "the text is empty; give text or tokens")
+        return found
+
+    async def messages(self, body: ChatBody) -> Sequence[int]:
+        """Return the prompt of a conversation.
+
+        Names of special tokens are tokens in the template, and text in the messages.
+        """
+        template = self._service.chat_template
+        if template is None:
+            message = "this model has no chat template; use /v1/completions"
+            raise APIError(400, message, code="no_chat_template")
+        self._check_number(body.n)
+        special: dict[str, int] = getattr(self._tokenizer, "special_tokens", {})
+        names = "|".join(re.escape(name) for name in sorted(special, key=len, reverse=True))
+        # Divides names in messages while they are rendered; unknown to clients, and without
+        # letters, which a template may change.
+        mark = str(secrets.randbits(128))
+
+        def divided(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {divided(key): divided(x) for key, x in value.items()}
+            if isinstance(value, list):
+                return [divided(x) for x in value]
+            if isinstance(value, str) and names:
+                return re.sub(names, lambda name: mark.join(name[0]) + mark, value)
+            return value
+
+        def render() -> str:
+            named: dict[int | None, str] = {token: name for name, token in special.items()}
+            try:
+                return compile_chat_template(template).render(
+                    messages=[divided(message.plain()) for message in body.messages],
+                    add_generation_prompt=True,
+                    bos_token=named.get(self._tokenizer.bos, ""),
+                    eos_token=named.get(self._tokenizer.eod, ""),
+                )
+            except Exception as error:  # whatever a template does with unexpected fields
+                reason = " ".join(str(error).split())
+                message = f"messages: the chat template rejects them: {reason:.200}"
+                raise APIError(400, message, "messages") from error
+
+        text = await run_in_threadpool(render)
+        tokens: list[int] = []
+        for part in re.split(f"({names})", text) if names else [text]:
+            if part in special:
+                tokens.append(special[part])
+            elif part:
+                tokens += await self._encode(part.replace(mark, ""), "messages")
+        prompt = tokens if tokens[:1] == [self._tokenizer.bos] else self._bos + tokens
+        self._count(len(prompt) - self._n_tokens, "messages")  # special tokens
+        return prompt
+
+    async def _tokens(self, given: str | list[Any], param: str) -> list[int]:
+        """Return the tokens of a text, after bos unless it continues a context; or check tokens."""
+        if isinstance(given, str):
+            self._count(len(self._bos), param)
+            return self._bos + await self._encode(given, param)
+        self._count(len(given), param)
+        last = self._service.engine.model.config.vocab_size - 1
+
+        def are_valid() -> bool:
+            return all(type(x) is int and 0 <= x <= last for x in given)
+
+        if not await run_in_threadpool(are_valid):
+            raise APIError(400, f"{param}: token ids must be from 0 to {last}", param)
+        return given
+
+    async def _encode(self, text: str, param: str) -> list[int]:
+        """Return the tokens of a text, without bos; long ones don't block other requests."""
+
+        def encode(part: str) -> list[int]:
+            part.encode()
+            found: list[int] = self._tokenizer.encode_batch([part])[0].tolist()
+            return found
+
+        if len(text) > MAX_CHARACTERS * self._limit:
+            self._count(self._limit + 1, param)
+        cuts, parts, tokens = self._tokenizer.cuts, [text], list[int]()
+        if cuts is not None and len(text) > CHUNK_CHARS:
+            parts = await run_in_threadpool(divide, text, CHUNK_CHARS, cuts)
+        try:
+            for part in parts:
+                await check_connected(self._client)
+                found = await run_in_threadpool(encode, part)
+                self._count(len(found), param)
+                tokens += found
+        except UnicodeEncodeError:
+            message = f"{param}: is not valid Unicode (a lone surrogate)"
+            raise APIError(400, message, param) from None
+        return tokens
+
+    def _count(self, n: int, param: str) -> None:
+        """Count tokens of prompts; raise APIError above the limit."""
+        self._n_tokens += n
+        if self._n_tokens > self._limit:
+            message = f"{param}: has more than {self._limit:,} tokens; send a shorter text"
+            raise APIError(413, message, param, "prompt_too_long")
+
+    def _check_number(self, n: int) -> None:
+        """Raise APIError if a request asks for more texts than can ever be queued."""
+        limit = min(MAX_TEXTS, self._service.engine.max_waiting)
+        if n > limit:
+            message = f"{n} texts are requested (prompts times n), but at most {limit} are accepted"
+            raise APIError(400, message, "n")
 
 
 async def check_connected(client: HTTPRequest) -> None:

@@ -25,7 +25,7 @@ def few(monkeypatch):
     chosen = {("Results", "models", "fp32"): doctor.check_models}
     monkeypatch.setattr(doctor, "groups", lambda device, quick: chosen)
     monkeypatch.setattr(doctor, "HEAD_TYPES", ("gqa",))
-    monkeypatch.setattr(doctor, "in_subprocess", lambda group, device: group(device))
+    monkeypatch.setattr(doctor, "isolated", lambda row, group, device: group(device))
 
 
 def run(capsys, *arguments):
@@ -116,7 +116,7 @@ def test_bf16_and_the_compiled_decoder_are_compared_with_float64():
 
 @pytest.mark.slow
 def test_speed_is_reported_by_a_subprocess():
-    found = doctor.in_subprocess(doctor.measure_speed, CPU)
+    found = doctor.isolated(FINE, doctor.measure_speed, CPU)
     assert [x.name.split(",")[0] for x in found] == ["training", "decoding", "decoding"]
     assert min(x.value for x in found) > 0
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from transformer_vq.config import AttentionConfig, HeadType, Reduction
+from transformer_vq.doctor import relative_error
 from transformer_vq.generation.text import generate_text
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.quadratic import quadratic_vq_attention
@@ -24,11 +25,6 @@ BOOKS_PROMPT = "It was"
 HEAD_TYPES: tuple[HeadType, ...] = ("shga", "mqa", "mha")  # the head types of the paper
 ROUNDING = 1e-12  # of float64, in relative differences
 Row = tuple[HeadType, Reduction, float, float]
-
-
-def relative_rms(got: Tensor, want: Tensor) -> float:
-    """Return the RMS of the difference over the RMS of `want`."""
-    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
 
 
 def differences(seq_len: int = 1000, block_len: int = 64) -> Iterator[Row]:
@@ -58,8 +54,8 @@ def differences(seq_len: int = 1000, block_len: int = 64) -> Iterator[Row]:
             state = VQState.empty(b, h, block_len, d_k, d_v, n_code, dtype=torch.float64)
             got, _ = vq_attention(q, k_hat, z, v, codebook, by_distance, state, reduction=reduction)
             grads = torch.autograd.grad((got * probe).sum(), leaves)
-            worst = max(map(relative_rms, grads, want_grads))
-            yield head_type, reduction, relative_rms(got.detach(), want.detach()), worst
+            worst = max(map(relative_error, grads, want_grads))
+            yield head_type, reduction, relative_error(got, want), worst
 
 
 def differences_line(rows: Sequence[Row]) -> str:

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -50,12 +51,8 @@ from transformer_vq.progress import progress_bar
 from transformer_vq.sizes import flops_per_token
 from transformer_vq.training.step import Trainer
 
-Section = Literal["Results", "Host syncs", "Speed"]
-SECTIONS: dict[Section, str] = {
-    "Results": "largest relative RMS error",
-    "Host syncs": "syncs",
-    "Speed": "tokens/s",
-}
+Status = Literal["ok", "FAILED", "skipped"]
+SECTIONS = {"Results": "largest relative RMS error", "Host syncs": "syncs", "Speed": "tokens/s"}
 """The tables of the report, and what their column of numbers shows."""
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 HEAD_TYPES: tuple[HeadType, ...] = get_args(HeadType)
@@ -74,10 +71,10 @@ VARIABLES = r"(OMP|MKL|KMP|CUDA|CUBLAS|HIP|NVIDIA_TF32|ONEDNN|PYTORCH|TORCH|TRIT
 class Finding:
     """A row of the report."""
 
-    section: Section
+    section: str
     name: str
     dtype: str
-    status: Literal["ok", "FAILED", "skipped"]
+    status: Status
     value: float | None = None
     """The number that SECTIONS describes; None if nothing was computed."""
     note: str = ""
@@ -116,7 +113,7 @@ def examine(device: torch.device, *, quick: bool = False) -> Diagnosis:
     return Diagnosis(environment(device), tuple(found), quick, time.perf_counter() - start)
 
 
-def groups(device: torch.device, quick: bool) -> dict[tuple[Section, str, str], Group | str]:
+def groups(device: torch.device, quick: bool) -> dict[tuple[str, str, str], Group | str]:
     """Return the checks of each subprocess by section, name and dtype, or why they are skipped."""
     no_cuda = None if device.type == "cuda" else "needs CUDA"
     is_quick = "--quick" if quick else None
@@ -131,34 +128,30 @@ def groups(device: torch.device, quick: bool) -> dict[tuple[Section, str, str], 
 
 
 def isolated(row: Finding, group: Group | str, device: torch.device) -> list[Finding]:
-    """Run a group in a subprocess; return `row` with the reason if it is skipped or dies."""
+    """Run a group, a function of this module, in a subprocess.
+
+    Returns `row` with the reason if the group is skipped or its process dies.
+    """
     if isinstance(group, str):
         return [replace(row, note=group)]
-    try:
-        return in_subprocess(group, device)
-    except subprocess.TimeoutExpired as error:
-        return [replace(row, note=f"exceeded the time limit of {error.timeout:g} s")]
-    except ChildProcessError as error:
-        return [_failure(row, str(error))]
-
-
-def in_subprocess(group: Group, device: torch.device) -> list[Finding]:
-    """Return the findings of a group, a function of this module; raise ChildProcessError."""
     command = [sys.executable, "-m", "transformer_vq.doctor", group.__name__, str(device)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIME_LIMIT)
-    if done.returncode == 0:
-        return [Finding(**row) for row in json.loads(done.stdout.splitlines()[-1])]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=TIME_LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        return [replace(row, note=f"exceeded the time limit of {TIME_LIMIT:g} s")]
     if done.returncode < 0:
-        raise ChildProcessError(f"killed by signal {-done.returncode}")
-    raise ChildProcessError((done.stderr.splitlines() or ["no message"])[-1])
+        return [_failure(row, f"killed by signal {-done.returncode}")]
+    if done.returncode:
+        return [_failure(row, (done.stderr.splitlines() or ["no message"])[-1])]
+    return [Finding(**x) for x in json.loads(done.stdout.splitlines()[-1])]
 
 
 def _failure(row: Finding, reason: str) -> Finding:
     """Return the row of a check that raised an exception: broken, or not possible here."""
-    note = without_folders(reason)
-    if re.search(MISSING_TOOLS, reason):
-        return replace(row, status="skipped", note=note)
-    return replace(row, status="FAILED", note=note)
+    status: Status = "skipped" if re.search(MISSING_TOOLS, reason) else "FAILED"
+    return replace(row, status=status, note=without_folders(reason))
 
 
 # Results
@@ -166,32 +159,32 @@ def _failure(row: Finding, reason: str) -> Finding:
 
 def check_models(device: torch.device) -> list[Finding]:
     """Check all reductions, full attention and the decoder."""
-    found = []
-    for kind in (*REDUCTIONS, "full"):
-        found += check_path(f"training step, {kind}", _train, kind, device)
-    return found + check_path("decoder", _decode, "auto", device)
+    kinds = (*REDUCTIONS, "full")
+    steps = [check_path(f"training step, {x}", _train, x, device) for x in kinds]
+    return [*steps, check_path("decoder", _decode, "auto", device)]
 
 
 def check_triton(device: torch.device) -> list[Finding]:
     """Check the Triton kernels."""
-    found = check_path("training step, triton", _train, "triton", device)
-    return found + check_path("decoder, triton", _decode, "triton", device)
+    paths: dict[str, Run] = {"training step, triton": _train, "decoder, triton": _decode}
+    return [check_path(name, run, "triton", device) for name, run in paths.items()]
 
 
 def check_compiled_decoder(device: torch.device) -> list[Finding]:
     """Check the compiled decoder once, because compiling takes long."""
-    return check_path("compiled decoder", _decode_compiled, "auto", device, once=True)
+    run = partial(_decode, compiled=True)
+    return [check_path("compiled decoder", run, "auto", device, once=True)]
 
 
 def check_bf16(device: torch.device) -> list[Finding]:
     """Check the loss in bf16: other results depend on the chosen codes."""
     kinds = [*REDUCTIONS, *["triton"] * (device.type == "cuda")]
-    return [row for x in kinds for row in check_path(f"loss, {x}", _score, x, device, "bf16")]
+    return [check_path(f"loss, {x}", _score, x, device, "bf16") for x in kinds]
 
 
 def check_path(
     name: str, run: Run, kind: str, device: torch.device, dtype: str = "fp32", once: bool = False
-) -> list[Finding]:
+) -> Finding:
     """Run a path through models several times; compare it with float64, and the repetitions.
 
     Repetitions that differ are not a failure: GPUs often add numbers in varying order.
@@ -210,14 +203,14 @@ def check_path(
                 if not all(torch.equal(x, other[result]) for other in others):
                     differing.append(f"{heads} {result}")
     except Exception as error:
-        return [_failure(row, f"{type(error).__name__}: {error}")]
+        return _failure(row, f"{type(error).__name__}: {error}")
     case, worst = max(errors.items(), key=lambda x: x[1] if math.isfinite(x[1]) else math.inf)
     n_wrong = sum(not x <= TOLERANCES[dtype] for x in errors.values())
     note = f"{f'{n_wrong} of ' * (n_wrong > 0)}{len(errors)} cases, worst: {case}"
     if differing:
         note += f"; repetitions differ: {', '.join(differing[:3])}"
     value = worst if math.isfinite(worst) else None
-    return [replace(row, status="FAILED" if n_wrong else "ok", value=value, note=note)]
+    return replace(row, status="FAILED" if n_wrong else "ok", value=value, note=note)
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
@@ -284,10 +277,6 @@ def _decode(model: TransformerVQ, tokens: Tensor, compiled: bool = False) -> dic
     step = Decoder(model.eval(), model(prompt).state).step
     step = torch.compile(step, fullgraph=True) if compiled else step
     return {"logits": torch.stack([step(x).clone() for x in rest.unbind(1)])}
-
-
-def _decode_compiled(model: TransformerVQ, tokens: Tensor) -> dict[str, Tensor]:
-    return _decode(model, tokens, compiled=True)
 
 
 @torch.no_grad()
@@ -403,10 +392,8 @@ def environment(device: torch.device) -> dict[str, str]:
     }
     if device.type == "cuda":
         gpu = torch.cuda.get_device_properties(device)
-        memory = f"{gpu.total_memory / 1e9:.1f} GB"
-        found["GPU"] = (
-            f"{torch.cuda.device_count()} x {gpu.name}, {gpu.major}.{gpu.minor}, {memory}"
-        )
+        kind = f"{gpu.name}, {gpu.major}.{gpu.minor}, {gpu.total_memory / 1e9:.1f} GB"
+        found["GPU"] = f"{torch.cuda.device_count()} x {kind}"
     names = sorted(name for name in os.environ if re.fullmatch(VARIABLES, name))
     return found | {name: without_folders(os.environ[name]) for name in names}
 
@@ -442,11 +429,10 @@ def markdown(diagnosis: Diagnosis) -> str:
     for section, number in SECTIONS.items():
         lines += ["", f"## {section}", "", f"| check | dtype | result | {number} | details |"]
         lines.append("| --- | --- | --- | ---: | --- |")
-        for x in diagnosis.findings:
-            if x.section == section:
-                lines.append(
-                    f"| {x.name} | {x.dtype} | {x.status} | {_number(x.value)} | {x.note} |"
-                )
+        rows = [x for x in diagnosis.findings if x.section == section]
+        lines += [
+            f"| {x.name} | {x.dtype} | {x.status} | {_number(x.value)} | {x.note} |" for x in rows
+        ]
     return "\n".join([*lines, "", summary(diagnosis)])
 
 

@@ -1,5 +1,7 @@
 """Images: a folder of any format and size, split by count, and ImageNet64's npz files."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from data_helpers import rejection
@@ -97,6 +99,7 @@ def test_too_few_images_are_rejected(tmp_path):
     message = rejection(prepared, tmp_path / "a")
     assert "2 readable images, but train, validation and test" in message
     assert "is not a folder" in rejection(prepared, tmp_path / "a" / "0.png")
+    assert "neither a regular file nor a folder" in rejection(decode_image, Path("/dev/full"))
     write_images(tmp_path / "b", 3)
     assert [len(prepared(tmp_path / "b")[split]) for split in SPLITS] == [1, 1, 1]
 

@@ -39,6 +39,7 @@ from transformer_vq.progress import Advance, progress_bar, warn
 
 DOCUMENTS = "documents.bin"
 FREE = -1  # the split of documents that are divided by share
+END = -1  # bytes of the row that marks the end of an input
 BATCH_CHARS = 1 << 18  # tokenized in one call
 N_BATCHES = 2  # tokenized at the same time: one may wait for Python while the other computes
 FLUSH_TOKENS = 1 << 23
@@ -54,46 +55,21 @@ ROW = np.dtype(
         ("digest", "<u8"),  # hash of all bytes, by which documents are split and ordered
         ("offset", "<i8"),  # of the first token in tokens.bin
         ("tokens", "<i8"),  # including the end-of-document token
-        ("bytes", "<i8"),
+        ("bytes", "<i8"),  # END after the last document of an input
         ("words", "<i8"),
         ("file", "<i8"),  # number of the input
         ("split", "<i8"),  # index in SPLITS, or FREE
     ]
 )
-"""A document in documents.bin. A row without tokens marks the end of an input file."""
-
-
-class Document:
-    """A document while it is read: the numbers of its row."""
-
-    def __init__(self, file: int, split: int, ends_file: bool = False) -> None:
-        self.file, self.split = file, split
-        self.ends_file = ends_file
-        """Whether this is the mark after the last document of a file."""
-        self.digest = self.offset = self.tokens = self.bytes = self.words = 0
-        self._hash = hashlib.blake2b(digest_size=8)
-        self._in_word = False
-
-    def add(self, data: bytes) -> None:
-        """Count and hash the next bytes."""
-        self._hash.update(data)
-        self.digest = int.from_bytes(self._hash.digest())
-        self.bytes += len(data)
-        n_words, self._in_word = count_words(data, self._in_word)
-        self.words += n_words
-
-    def row(self) -> tuple[int, ...]:
-        assert ROW.names is not None
-        return tuple(getattr(self, name) for name in ROW.names)
+"""A document in documents.bin."""
 
 
 class Chunk(NamedTuple):
     """Text that is tokenized at once; the tokens of a document are those of its chunks."""
 
-    document: Document
     text: str | bytes
-    ends: bool
-    """Whether this is the last chunk; its document is then complete."""
+    row: np.ndarray | None = None
+    """Of the document, in its last chunk; offset and tokens are not known yet."""
 
 
 def read_chunks(
@@ -111,28 +87,31 @@ def read_chunks(
     characters, so that the memory is bounded. as_bytes: do not decode.
     splits: the splits of the inputs that are read.
     """
+    nothing: str | bytes = b"" if as_bytes else ""
     for number, item in enumerate(source.inputs[first:], first):
         if item.split not in splits:
             continue
         split = FREE if item.split is None else SPLITS.index(item.split)
         with reading(item.path):
             for pieces in item.read():
-                document, held = Document(number, split), ""
-                decoder = codecs.getincrementaldecoder("utf-8")()
+                digest, n_bytes, n_words, in_word = hashlib.blake2b(digest_size=8), 0, 0, False
+                decoder, held = codecs.getincrementaldecoder("utf-8")(), ""
                 for data in pieces:
-                    document.add(data)
+                    digest.update(data)
+                    more, in_word = count_words(data, in_word)
+                    n_bytes, n_words = n_bytes + len(data), n_words + more
                     advance(len(data))
                     if as_bytes:
-                        yield Chunk(document, data, False)
+                        yield Chunk(data)
                         continue
                     held += decoder.decode(data)
                     if cuts is not None or len(held) > MAX_CHUNK_CHARS:
                         *ready, held = divide(held, CHUNK_CHARS, cuts or _NOWHERE)
-                        for text in ready:
-                            yield Chunk(document, text, False)
+                        yield from map(Chunk, ready)
                 held += decoder.decode(b"", final=True)
-                yield Chunk(document, b"" if as_bytes else held, True)
-        yield Chunk(Document(number, split, ends_file=True), b"" if as_bytes else "", True)
+                row = (int.from_bytes(digest.digest()), 0, 0, n_bytes, n_words, number, split)
+                yield Chunk(nothing if as_bytes else held, np.array(row, ROW))
+        yield Chunk(nothing, np.array((0, 0, 0, END, 0, number, split), ROW))
 
 
 def count_words(data: bytes, in_word: bool = False) -> tuple[int, bool]:
@@ -157,7 +136,7 @@ def tokenize(source: Source, tokenizer: Tokenizer, work: Path) -> np.ndarray:
     n_documents = n_empty = n_chunks = n_unwritten = 0
     is_lossy = False
     first, n_tokens = _resume(work, dtype.itemsize)
-    rows = list[tuple[int, ...]]()
+    start, rows = n_tokens, bytearray()  # of the current document; not written yet
     with (
         open(work / TOKENS, "ab") as tokens_file,
         open(work / DOCUMENTS, "ab") as rows_file,
@@ -168,29 +147,28 @@ def tokenize(source: Source, tokenizer: Tokenizer, work: Path) -> np.ndarray:
             """Write to the disk, tokens first: a row stands for tokens that exist."""
             tokens_file.flush()
             os.fsync(tokens_file.fileno())
-            rows_file.write(np.array(rows, dtype=ROW).tobytes())
+            rows_file.write(rows)
             rows_file.flush()
             os.fsync(rows_file.fileno())
             rows.clear()
 
         chunks = read_chunks(source, advance, tokenizer.cuts, as_bytes=is_bytes, first=first)
         try:
-            for (document, text, ends), tokens in _encode(chunks, tokenizer):
+            for (text, row), tokens in _encode(chunks, tokenizer):
                 if not is_bytes and n_chunks % CHECK_EVERY == 0 and text:
                     is_lossy |= tokenizer.decode(tokens.tolist()) != str(text).encode()
                 n_chunks += 1
-                if ends and document.bytes:
+                if row is not None and row["bytes"] > 0:
                     tokens = np.concatenate([tokens, eod])
                 tokens_file.write(tokens.astype(dtype, copy=False).tobytes())
-                document.tokens += len(tokens)
                 n_tokens += len(tokens)
                 n_unwritten += len(tokens)
-                if ends:
-                    n_documents += not document.ends_file
-                    n_empty += not document.bytes and not document.ends_file
-                    document.offset = n_tokens - document.tokens
-                    if document.bytes or document.ends_file:
-                        rows.append(document.row())
+                if row is not None:
+                    n_documents += row["bytes"] != END
+                    n_empty += row["bytes"] == 0
+                    row["offset"], row["tokens"] = start, n_tokens - start
+                    start = n_tokens
+                    rows += row.tobytes() if row["bytes"] else b""
                 if n_unwritten >= FLUSH_TOKENS:
                     flush()
                     n_unwritten = 0
@@ -208,7 +186,7 @@ def _resume(work: Path, token_bytes: int) -> tuple[int, int]:
     """Remove input files that are incomplete; return the next input and the number of tokens."""
     tokens, documents = work / TOKENS, work / DOCUMENTS
     rows = np.fromfile(documents, ROW) if documents.is_file() else np.zeros(0, ROW)
-    marks = np.flatnonzero(rows["tokens"] == 0)
+    marks = np.flatnonzero(rows["bytes"] == END)
     rows = rows[: marks[-1] + 1] if len(marks) else rows[:0]
     n_tokens = int(rows["tokens"].sum())
     if not tokens.is_file() or tokens.stat().st_size < n_tokens * token_bytes:

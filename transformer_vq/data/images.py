@@ -23,6 +23,7 @@ from transformer_vq.data.paths import (
     check_folder,
     error_reason,
     list_files,
+    path_kind,
 )
 from transformer_vq.data.text import reading
 from transformer_vq.errors import import_extra
@@ -109,6 +110,7 @@ def decode_image(path: Path) -> np.ndarray:
     import_extra("PIL.Image", "decoding images", "pillow")
     from PIL import Image, ImageOps
 
+    path_kind(path, "give another image")
     with Image.open(path) as opened:
         image: Image.Image = ImageOps.exif_transpose(opened)
         if image.mode.startswith("I"):  # 16 bits per channel, which convert() would clip at 255
@@ -163,7 +165,9 @@ def find_imagenet64(root: Path) -> list[ImageNetFile]:
     """
     check_folder(root, "--data.path must be the folder of the ImageNet64 npz files")
     numbered = [(f.stem.rpartition("_")[2], f) for f in root.glob("train_data_batch_*.npz")]
-    train = sorted((int(number), file) for number, file in numbered if number.isdecimal())
+    train = sorted(
+        (int(number), file) for number, file in numbered if number.isdecimal() and file.is_file()
+    )
     official = root / "val_data.npz"
     if not train or not official.is_file():
         missing = "val_data.npz" if train else "train_data_batch_1.npz"

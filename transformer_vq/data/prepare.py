@@ -31,6 +31,7 @@ from transformer_vq.data.corpus import (
 )
 from transformer_vq.data.documents import (
     DOCUMENTS,
+    END,
     ROW,
     divide_documents,
     read_chunks,
@@ -194,8 +195,8 @@ def _training_limits(source: Source, advance: Advance) -> np.ndarray:
     """
     found = bytearray()
     for chunk in read_chunks(source, advance, as_bytes=True, splits=(None, "train")):
-        if chunk.ends and not chunk.document.ends_file:
-            found += np.array(chunk.document.row(), ROW).tobytes()
+        if chunk.row is not None and chunk.row["bytes"] != END:
+            found += chunk.row.tobytes()
     rows = np.frombuffer(found, ROW)
     if not rows["bytes"].any():
         raise DataError(_no_text(source))
@@ -210,10 +211,10 @@ def _training_texts(source: Source, limits: np.ndarray, advance: Advance) -> Ite
     """Yield the start of each document, in chunks. limits: its length in bytes."""
     number = n_bytes = 0
     for chunk in read_chunks(source, advance, LINE_STARTS, splits=(None, "train")):
-        if chunk.document.ends_file:
+        if chunk.row is not None and chunk.row["bytes"] == END:
             continue
         data = str(chunk.text).encode()[: max(int(limits[number]) - n_bytes, 0)]
         n_bytes += len(data)
         yield data.decode(errors="ignore")
-        if chunk.ends:
+        if chunk.row is not None:
             number, n_bytes = number + 1, 0

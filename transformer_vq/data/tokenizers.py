@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from transformer_vq.data.paths import DataError, error_reason
+from transformer_vq.data.paths import DataError, error_reason, path_kind
 from transformer_vq.errors import import_extra
 from transformer_vq.files import CorruptFileError, atomic_write, read_object, write_json
 
@@ -225,6 +225,12 @@ class HFTokenizer(Tokenizer):
         added = self._model.get_added_tokens_decoder()
         special = {token for token, x in added.items() if x.special} | set(ends)
         self.special_tokens = {self.names[token]: token for token in sorted(special)}
+        unknown = vocab.get(layout["model"].get("unk_token"), layout["model"].get("unk_id"))
+        self._spelled = {  # some vocabularies list special tokens as pieces of text
+            token: [x for letter in name if (x := vocab.get(letter, unknown)) is not None]
+            for name, token in self.special_tokens.items()
+            if token != unknown
+        }
         self._texts = self._token_texts(layout)
         for token in ends:
             self._texts[token] = b""
@@ -236,16 +242,21 @@ class HFTokenizer(Tokenizer):
         super().save(folder)
 
     def _encode_texts(self, texts: list[str]) -> list[list[int]]:
+        spelled = self._spelled
         try:
             if len(texts) == 1:  # without starting threads, which warn if the process is forked
-                return [self._model.encode(texts[0], add_special_tokens=False).ids]
-            found = self._model.encode_batch_fast(texts, add_special_tokens=False)
+                found = [self._model.encode(texts[0], add_special_tokens=False)]
+            else:
+                found = self._model.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:
             raise DataError(
                 f"the tokenizer cannot encode a text: {error_reason(error)}; use another "
                 "--data.tokenizer"
             ) from error
-        return [encoding.ids for encoding in found]
+        return [
+            ids if spelled.keys().isdisjoint(ids) else [y for x in ids for y in spelled.get(x, [x])]
+            for ids in (encoding.ids for encoding in found)
+        ]
 
     def _token_texts(self, layout: dict[str, Any]) -> list[bytes]:
         """Return the UTF-8 text of each token; empty for special tokens and unused ids.
@@ -351,6 +362,8 @@ def utf8(text: str) -> bytes:
 
 def _read(path: Path, sha256: str | None) -> bytes:
     """Return the content of a file; raise DataError if its SHA-256 is known and different."""
+    if path.exists():
+        path_kind(path, GIVE_TOKENIZER)  # a pipe would block
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -420,5 +433,10 @@ def load_tokenizer(
     sha256: of the saved vocabulary, if known; a missing or different file raises DataError.
     """
     if sha256 is None and not any(os.path.lexists(folder / name) for name in TOKENIZER_FILES):
+        exported = folder / "config.json"  # its model may need a vocabulary, which was lost
+        size = read_object(exported).get("vocab_size", 0) if exported.is_file() else 0
+        if size > ByteTokenizer(True).vocab_size:
+            files = " or ".join(TOKENIZER_FILES)
+            raise DataError(f"{folder} has {size:,} tokens, but no {files}; copy it again")
         return ByteTokenizer(end_of_document)
     return open_tokenizer(folder, end_of_document, sha256)

@@ -13,12 +13,11 @@ import math
 import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from transformer_vq.config import RunConfig
-from transformer_vq.errors import missing_extra
+from transformer_vq.errors import import_extra
 from transformer_vq.files import write_text
 from transformer_vq.progress import warn
 
@@ -115,11 +114,11 @@ class MetricsLog:
         if not enabled:
             return
         if config.train.tensorboard:
-            package = _package("torch.utils.tensorboard", "tensorboard")
+            package = import_extra("torch.utils.tensorboard", "--train.tensorboard", "tensorboard")
             folder = str(run / "tensorboard")
             self._tensorboard = package.SummaryWriter(folder, purge_step=step + 1)
         if config.train.wandb is not None:
-            self._wandb = _package("wandb", "wandb").init(
+            self._wandb = import_extra("wandb", "--train.wandb").init(
                 project=config.train.wandb,
                 name=run.name,
                 id=hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16],
@@ -158,17 +157,9 @@ class MetricsLog:
 def check_loggers(config: RunConfig) -> None:
     """Raise UserError if a logger is enabled whose package is not installed."""
     if config.train.tensorboard:
-        _package("torch.utils.tensorboard", "tensorboard")
+        import_extra("torch.utils.tensorboard", "--train.tensorboard", "tensorboard")
     if config.train.wandb is not None:
-        _package("wandb", "wandb")
-
-
-def _package(name: str, option: str) -> Any:
-    """Import the package of a logger."""
-    try:
-        return import_module(name)
-    except ImportError:
-        raise missing_extra(f"--train.{option}", option) from None
+        import_extra("wandb", "--train.wandb")
 
 
 def read_history(run: str | os.PathLike[str]) -> list[Row]:

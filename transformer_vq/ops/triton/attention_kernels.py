@@ -27,90 +27,72 @@ def load_rows(base, rows, inside, d, D):
 
 
 @triton.jit
-def query_tile(
-    q, by_distance, start, tile, n, bg,
+def block_tile(
+    q, k_prev, k, by_distance, code, count, start,
     n_blocks, n_query, n_group, n_head, start_row, start_step,
-    L: tl.constexpr, DK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
+    L: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the queries of block n.
+    """The tile of queries of this program, and pointers to what its block attends to.
 
-    Places i in the block, whether they are inside of it, rows of [B, G, T], the queries, pointers
-    to their positional scores, the first place of both blocks that each one sees, and whether it
-    sees the cache.
+    The number of the block, places i of the queries in it, whether they are inside of it, rows of
+    [B, G, T], the queries, pointers to their positional scores, the first place of both blocks
+    that each one sees, and whether it sees the cache; keys before the block, its own, codewords and
+    their counts.
     """
-    i = tile * ROWS + tl.arange(0, ROWS)
+    n, bg = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    bh = bg // n_group
+    block = bh * n_blocks + n
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = i < n_query
     t = n * n_query + i
     row = bg * n_blocks * n_query + t
     queries = load_rows(q, row, inside, tl.arange(0, D), DK)
     # A query attends to nothing before `start`, relative to the first token of the segment.
-    b = bg // n_group // n_head
-    first = tl.load(start + b * start_row + t * start_step, mask=inside, other=0)
+    first = tl.load(start + bh // n_head * start_row + t * start_step, mask=inside, other=0)
     first = first - (n * n_query - L)
     sees_cache = (first < 0) | (not HAS_DOCUMENTS)
-    return i, inside, row, queries, by_distance + row * (L + 1), first, sees_cache
-
-
-@triton.jit
-def block_keys(
-    k_prev, k, code, count, n, bh, n_blocks, n_query, n_head,
-    L: tl.constexpr, S: tl.constexpr, DK: tl.constexpr,
-):  # fmt: skip
-    """Pointers to what block n attends to: keys before it, its own, codewords and their counts."""
-    block = bh * n_blocks + n
     k_prev += block * L * DK
     k += block * n_query * DK
     code += (bh % n_head) * S * DK
-    count += (bh * (n_blocks + 1) + n) * S
-    return k_prev, k, code, count
+    count += (block + bh) * S  # of n_blocks + 1 per row
+    bias = by_distance + row * (L + 1)
+    return block, i, inside, row, queries, bias, first, sees_cache, k_prev, k, code, count
 
 
 @triton.jit
-def cache_scores(
-    q, code, count, s, d, sees_cache,
-    S: tl.constexpr, DK: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+def part_scores(
+    PART: tl.constexpr, j, q, k_prev, k, code, count, i, n_query, first, sees_cache, by_distance,
+    L: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, D: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Scores of codes: content and the logarithm of the count; -inf for an empty code."""
-    c = load_rows(code, s, s < S, d, DK)
-    n = tl.load(count + s, mask=s < S, other=0)
-    log_n = tl.where(n > 0, tl.log(tl.maximum(n, 1).to(tl.float32)), float("-inf"))
-    zero = tl.zeros((q.shape[0], c.shape[0]), tl.float32)
-    scores = dot(q, tl.trans(c), zero, PRECISION, WIDEN) + log_n[None, :]
-    return tl.where(sees_cache[:, None], scores, float("-inf"))
+    """Scores of columns j of a part: the cache (0), the previous block (1) or the block itself (2).
 
-
-@triton.jit
-def local_scores(
-    q, keys, j, n_keys, x, i, n_query, first, by_distance, d,
-    L: tl.constexpr, DK: tl.constexpr, HAS_CACHE: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PRECISION: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Scores of keys j of the previous block or of the block itself; -inf where masked.
-
-    x: place of the keys in both blocks, first: [rows] the first visible place, by_distance: [rows]
-    pointers to the positional scores of each query.
+    Those of codes are content and the logarithm of the count, -inf for an empty code; those of
+    keys are content and position, -inf where masked. first: [rows] the first visible place of both
+    blocks, by_distance: [rows] pointers to the positional scores of each query.
     """
-    k = load_rows(keys, j, j < n_keys, d, DK)
-    zero = tl.zeros((q.shape[0], k.shape[0]), tl.float32)
-    scores = dot(q, tl.trans(k), zero, PRECISION, WIDEN)
-    column = x[None, :] - i[:, None]  # of by_distance: L - distance
-    visible = (column <= L) & (x[None, :] >= first[:, None]) & (j < n_keys)[None, :]
-    if not HAS_CACHE:
-        visible = visible & (column >= 0)
-    if HAS_BIAS:
-        near = (column >= 0) & visible & (i < n_query)[:, None]
-        bias = tl.load(by_distance[:, None] + column, mask=near, other=0.0)
-        scores += bias.to(tl.float32)
+    base = code if PART == 0 else k_prev if PART == 1 else k
+    n_keys = S if PART == 0 else L if PART == 1 else n_query
+    keys = load_rows(base, j, j < n_keys, tl.arange(0, D), DK)
+    zero = tl.zeros((q.shape[0], keys.shape[0]), tl.float32)
+    scores = dot(q, tl.trans(keys), zero, PRECISION, WIDEN)
+    if PART == 0:
+        n = tl.load(count + j, mask=j < S, other=0)
+        log_n = tl.where(n > 0, tl.log(tl.maximum(n, 1).to(tl.float32)), float("-inf"))
+        scores += log_n[None, :]
+        visible = sees_cache[:, None]
+    else:
+        x = j if PART == 1 else L + j  # place in both blocks
+        column = x[None, :] - i[:, None]  # of by_distance: L - distance
+        visible = (column <= L) & (x[None, :] >= first[:, None]) & (j < n_keys)[None, :]
+        if S == 0:
+            visible = visible & (column >= 0)
+        if HAS_BIAS:
+            near = (column >= 0) & visible & (i < n_query)[:, None]
+            bias = tl.load(by_distance[:, None] + column, mask=near, other=0.0)
+            scores += bias.to(tl.float32)
     return tl.where(visible, scores, float("-inf"))
-
-
-@triton.jit
-def online_sum(scores, highest, total):
-    """Include a tile in the running maximum and the sum of exponentials relative to it."""
-    new = tl.maximum(highest, tl.max(scores, 1))
-    total = total * tl.exp(highest - new) + tl.sum(tl.exp(scores - new[:, None]), 1)
-    return new, total
 
 
 @triton.jit
@@ -126,38 +108,23 @@ def block_lse(
     `fused.tile_scores(...).logsumexp(-1)`, with one maximum over all columns. One program per tile
     of queries.
     """
-    tile, n, bg = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    bh = bg // n_group
-    d = tl.arange(0, D)
-    i, inside, row, q_tile, bias, first, sees_cache = query_tile(
-        q, by_distance, start, tile, n, bg,
-        n_blocks, n_query, n_group, n_head, start_row, start_step, L, DK, D, ROWS, HAS_DOCUMENTS,
+    _, i, inside, row, q_tile, bias, first, sees_cache, k_prev, k, code, count = block_tile(
+        q, k_prev, k, by_distance, code, count, start,
+        n_blocks, n_query, n_group, n_head, start_row, start_step, L, S, DK, D, ROWS, HAS_DOCUMENTS,
     )  # fmt: skip
-    k_prev, k, code, count = block_keys(
-        k_prev, k, code, count, n, bh, n_blocks, n_query, n_head, L, S, DK
-    )
-    end = tl.minimum(tile * ROWS + ROWS, n_query)  # later keys are in the future
+    end = tl.minimum(tl.program_id(0) * ROWS + ROWS, n_query)  # later keys are in the future
 
     highest = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
-    for j0 in range(0, S, COLUMNS):
-        s = j0 + tl.arange(0, COLUMNS)
-        scores = cache_scores(q_tile, code, count, s, d, sees_cache, S, DK, PRECISION, WIDEN)
-        highest, total = online_sum(scores, highest, total)
-    for j0 in range(0, L, COLUMNS):
-        j = j0 + tl.arange(0, COLUMNS)
-        scores = local_scores(
-            q_tile, k_prev, j, L, j, i, n_query, first, bias, d,
-            L, DK, S > 0, HAS_BIAS, PRECISION, WIDEN,
-        )  # fmt: skip
-        highest, total = online_sum(scores, highest, total)
-    for j0 in range(0, end, COLUMNS):
-        j = j0 + tl.arange(0, COLUMNS)
-        scores = local_scores(
-            q_tile, k, j, n_query, L + j, i, n_query, first, bias, d,
-            L, DK, S > 0, HAS_BIAS, PRECISION, WIDEN,
-        )  # fmt: skip
-        highest, total = online_sum(scores, highest, total)
+    for part in tl.static_range(3):
+        for j0 in range(0, S if part == 0 else L if part == 1 else end, COLUMNS):
+            scores = part_scores(
+                part, j0 + tl.arange(0, COLUMNS), q_tile, k_prev, k, code, count, i, n_query,
+                first, sees_cache, bias, L, S, DK, D, HAS_BIAS, PRECISION, WIDEN,
+            )  # fmt: skip
+            new = tl.maximum(highest, tl.max(scores, 1))
+            total = total * tl.exp(highest - new) + tl.sum(tl.exp(scores - new[:, None]), 1)
+            highest = new
     tl.store(lse + row, highest + tl.log(total), mask=inside)
 
 
@@ -174,42 +141,26 @@ def block_weights(
     Normalized by `block_lse`; a kernel that computes both spills registers. One program per tile of
     queries. weights: [B, n_blocks, G, n_query, S + L + n_query], zero where masked.
     """
-    tile, n, bg = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    bh = bg // n_group
-    d = tl.arange(0, D)
-    i, inside, row, q_tile, bias, first, sees_cache = query_tile(
-        q, by_distance, start, tile, n, bg,
-        n_blocks, n_query, n_group, n_head, start_row, start_step, L, DK, D, ROWS, HAS_DOCUMENTS,
+    block, i, inside, row, q_tile, bias, first, sees_cache, k_prev, k, code, count = block_tile(
+        q, k_prev, k, by_distance, code, count, start,
+        n_blocks, n_query, n_group, n_head, start_row, start_step, L, S, DK, D, ROWS, HAS_DOCUMENTS,
     )  # fmt: skip
-    k_prev, k, code, count = block_keys(
-        k_prev, k, code, count, n, bh, n_blocks, n_query, n_head, L, S, DK
-    )
     norm = tl.load(lse + row, mask=inside, other=0.0)
 
-    block, group = bh * n_blocks + n, bg % n_group
+    group = tl.program_id(2) % n_group
     weights += (((block * n_group + group) * n_query + i) * (S + L + n_query))[:, None]
-    for j0 in range(0, S, COLUMNS):
-        s = j0 + tl.arange(0, COLUMNS)
-        scores = cache_scores(q_tile, code, count, s, d, sees_cache, S, DK, PRECISION, WIDEN)
-        w = tl.exp(scores - norm[:, None]).to(weights.dtype.element_ty)
-        tl.store(weights + s[None, :], w, mask=inside[:, None] & (s < S)[None, :])
-    for j0 in range(0, L, COLUMNS):
-        j = j0 + tl.arange(0, COLUMNS)
-        scores = local_scores(
-            q_tile, k_prev, j, L, j, i, n_query, first, bias, d,
-            L, DK, S > 0, HAS_BIAS, PRECISION, WIDEN,
-        )  # fmt: skip
-        w = tl.exp(scores - norm[:, None]).to(weights.dtype.element_ty)
-        tl.store(weights + (S + j)[None, :], w, mask=inside[:, None] & (j < L)[None, :])
-    for j0 in range(0, n_query, COLUMNS):  # all columns, so that the future is zero
-        j = j0 + tl.arange(0, COLUMNS)
-        scores = local_scores(
-            q_tile, k, j, n_query, L + j, i, n_query, first, bias, d,
-            L, DK, S > 0, HAS_BIAS, PRECISION, WIDEN,
-        )  # fmt: skip
-        w = tl.exp(scores - norm[:, None]).to(weights.dtype.element_ty)
-        mask = inside[:, None] & (j < n_query)[None, :]
-        tl.store(weights + (S + L + j)[None, :], w, mask=mask)
+    for part in tl.static_range(3):
+        n_keys = S if part == 0 else L if part == 1 else n_query  # all, so that the future is zero
+        before = 0 if part == 0 else S if part == 1 else S + L
+        for j0 in range(0, n_keys, COLUMNS):
+            j = j0 + tl.arange(0, COLUMNS)
+            scores = part_scores(
+                part, j, q_tile, k_prev, k, code, count, i, n_query, first, sees_cache, bias,
+                L, S, DK, D, HAS_BIAS, PRECISION, WIDEN,
+            )  # fmt: skip
+            w = tl.exp(scores - norm[:, None]).to(weights.dtype.element_ty)
+            mask = inside[:, None] & (j < n_keys)[None, :]
+            tl.store(weights + (before + j)[None, :], w, mask=mask)
 
 
 @triton.jit
@@ -278,52 +229,32 @@ def flash_blocks(
     One program per tile of queries, all V >= DV columns of the values. out: [B, G, T, DV], lse:
     [B, G, T], the log of the softmax's sum, from which `block_weights` recomputes the weights.
     """
-    tile, n, bg = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    bh = bg // n_group
-    d, e = tl.arange(0, D), tl.arange(0, V)
-    i, inside, row, q_tile, bias, first, sees_cache = query_tile(
-        q, by_distance, start, tile, n, bg,
-        n_blocks, n_query, n_group, n_head, start_row, start_step, L, DK, D, ROWS, HAS_DOCUMENTS,
+    block, i, inside, row, q_tile, bias, first, sees_cache, k_prev, k, code, count = block_tile(
+        q, k_prev, k, by_distance, code, count, start,
+        n_blocks, n_query, n_group, n_head, start_row, start_step, L, S, DK, D, ROWS, HAS_DOCUMENTS,
     )  # fmt: skip
-    k_prev, k, code, count = block_keys(
-        k_prev, k, code, count, n, bh, n_blocks, n_query, n_head, L, S, DK
-    )
-    block = bh * n_blocks + n
+    e = tl.arange(0, V)
     mean += block * S * DV
     v_prev += block * L * DV
     v += block * n_query * DV
-    end = tl.minimum(tile * ROWS + ROWS, n_query)
+    end = tl.minimum(tl.program_id(0) * ROWS + ROWS, n_query)
 
     highest = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     output = tl.zeros((ROWS, V), tl.float32)
-    for j0 in range(0, S, COLUMNS):
-        s = j0 + tl.arange(0, COLUMNS)
-        scores = cache_scores(q_tile, code, count, s, d, sees_cache, S, DK, PRECISION, WIDEN)
-        values = load_rows(mean, s, s < S, e, DV)
-        highest, total, output = online_values(
-            scores, values, highest, total, output, PRECISION, WIDEN
-        )
-    for j0 in range(0, L, COLUMNS):
-        j = j0 + tl.arange(0, COLUMNS)
-        scores = local_scores(
-            q_tile, k_prev, j, L, j, i, n_query, first, bias, d,
-            L, DK, S > 0, HAS_BIAS, PRECISION, WIDEN,
-        )  # fmt: skip
-        values = load_rows(v_prev, j, j < L, e, DV)
-        highest, total, output = online_values(
-            scores, values, highest, total, output, PRECISION, WIDEN
-        )
-    for j0 in range(0, end, COLUMNS):
-        j = j0 + tl.arange(0, COLUMNS)
-        scores = local_scores(
-            q_tile, k, j, n_query, L + j, i, n_query, first, bias, d,
-            L, DK, S > 0, HAS_BIAS, PRECISION, WIDEN,
-        )  # fmt: skip
-        values = load_rows(v, j, j < n_query, e, DV)
-        highest, total, output = online_values(
-            scores, values, highest, total, output, PRECISION, WIDEN
-        )
+    for part in tl.static_range(3):
+        base = mean if part == 0 else v_prev if part == 1 else v
+        n_keys = S if part == 0 else L if part == 1 else n_query
+        for j0 in range(0, n_keys if part < 2 else end, COLUMNS):
+            j = j0 + tl.arange(0, COLUMNS)
+            scores = part_scores(
+                part, j, q_tile, k_prev, k, code, count, i, n_query, first, sees_cache, bias,
+                L, S, DK, D, HAS_BIAS, PRECISION, WIDEN,
+            )  # fmt: skip
+            values = load_rows(base, j, j < n_keys, e, DV)
+            highest, total, output = online_values(
+                scores, values, highest, total, output, PRECISION, WIDEN
+            )
     tl.store(lse + row, highest + tl.log(total), mask=inside)
     output = (output / total[:, None]).to(out.dtype.element_ty)
     mask = inside[:, None] & (e < DV)[None, :]

@@ -136,14 +136,10 @@ def softmax_backward_(
     """Replace the gradient of the weights by that of the scores; return that of by_distance."""
     d_by_distance = None if by_distance is None else torch.empty_like(by_distance)
     tiles = tiles_of("softmax_backward", w.dtype)
-    rows = fit(segment.n_query, tiles.rows)
+    rows, n_heads = fit(segment.n_query, tiles.rows), w.shape[0] // segment.n_blocks * n_group
     launch(
         attention_kernels.softmax_backward,
-        (
-            n_tiles(segment.n_query, rows),
-            segment.n_blocks,
-            w.shape[0] // segment.n_blocks * n_group,
-        ),
+        (n_tiles(segment.n_query, rows), segment.n_blocks, n_heads),
         tiles,
         weights=w,
         d_weights=d_w,

@@ -21,6 +21,8 @@ from transformer_vq.ops.decode import DecodeState, Step, Token, attend_one_
 from transformer_vq.ops.packing import read_packing
 from transformer_vq.ops.quadratic import Phi, quadratic_vq_attention
 from transformer_vq.ops.state import VQState
+from transformer_vq.parallel.shards import read_whole
+from transformer_vq.training.checkpoint import newest_checkpoint
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.step import StepResult, Trainer
 
@@ -296,3 +298,9 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, n: int, number: int = signa
         return train_step(self, batch, step, begins, ends)
 
     monkeypatch.setattr(Trainer, "step", and_signal)
+
+
+def checkpoint_tensors(run):
+    """Return all tensors of the newest checkpoint of a run."""
+    checkpoint = newest_checkpoint(run)
+    return read_whole(checkpoint.folder, checkpoint.index)

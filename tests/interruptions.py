@@ -140,7 +140,7 @@ def in_removal(step: int) -> Moment:
     def is_moment(folder: Path, **_: object) -> bool:
         if folder.name != f"step-{step:08d}":
             return False
-        (folder / "model.safetensors").unlink()
+        (folder / "shard-00000.safetensors").unlink()
         return True
 
     return in_call(shutil, "rmtree", is_moment)

@@ -45,7 +45,7 @@ def tvq(line: str) -> None:
 
 def resume() -> Any:
     tvq("resume run")
-    return losses(Path("run")), digests("run/checkpoints/step-00000006/model.safetensors")
+    return losses(Path("run")), digests("run/checkpoints/step-00000006/shard-00000.safetensors")
 
 
 def export() -> Any:

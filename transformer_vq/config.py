@@ -315,7 +315,7 @@ NEUTRAL_FIELDS = frozenset(
         *("train.device", "train.compile"),
         *("train.reduction", "train.backend", "train.checkpoint_activations"),
         *("train.log_every", "train.eval_every", "train.eval_tokens", "train.save_every"),
-        *("train.keep", "train.tensorboard", "train.wandb"),
+        *("train.async_save", "train.keep", "train.tensorboard", "train.wandb"),
         *("parallel.dp", "parallel.fsdp", "parallel.cp", "parallel.tp"),
     }
 )
@@ -420,6 +420,8 @@ class TrainConfig:
     """Validation tokens, taken from the start of the split."""
     save_every: Count = 1000
     """Steps between checkpoints; the last step is always saved."""
+    async_save: bool = False
+    """Write checkpoints in the background; needs memory for a copy of what they contain."""
     keep: Count = 2
     """Number of newest checkpoints to keep; wsd also keeps the one before its decay."""
     tensorboard: bool = False

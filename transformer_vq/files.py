@@ -15,7 +15,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,8 @@ DIGEST = "sha256"  # name of the checksum in safetensors metadata
 PARTIAL = ".partial"  # suffix of temporary files and folders
 MANIFEST = "manifest.json"  # {"files": {name: SHA-256}}
 CHECKED = ".checked"  # as old as the last comparison with the manifest
+DTYPES = {"bfloat16": "BF16", "bool": "BOOL", "uint8": "U8"}  # others are F32, I64 and so on
+Fetch = Callable[[str], "Tensor"]
 Header = dict[str, tuple[str, tuple[int, ...]]]
 """The tensors of a safetensors file: name -> dtype, such as F32, and shape."""
 
@@ -85,8 +87,14 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
     """
     with _renamed(folder, lambda partial: partial.mkdir(parents=True)) as partial:
         yield partial
-        for path in (*filter(Path.is_file, partial.rglob("*")), partial):
-            _sync(path)
+        _sync_all(partial)
+
+
+def publish_folder(partial: Path, folder: Path) -> None:
+    """Rename a complete temporary folder to `folder`, as at the end of `atomic_folder`."""
+    _sync_all(partial)
+    os.replace(partial, folder)
+    _sync(folder.parent)
 
 
 @contextmanager
@@ -102,7 +110,7 @@ def _renamed(path: Path, create: Callable[[Path], None]) -> Iterator[Path]:
         os.replace(partial, path)
         _sync(path.parent)
     finally:
-        _remove(partial)
+        remove(partial)
 
 
 @contextmanager
@@ -135,16 +143,22 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def _sync_all(folder: Path) -> None:
+    for path in (*filter(Path.is_file, folder.rglob("*")), folder):
+        _sync(path)
+
+
 def remove_partial_files(folder: Path) -> None:
     """Delete the temporary files and folders that killed processes left in `folder`.
 
     Call it only while no other process writes to `folder`.
     """
     for path in folder.glob(f".*.{'[0-9a-f]' * 8}{PARTIAL}"):
-        _remove(path)
+        remove(path)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Delete a file or a folder, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -196,16 +210,22 @@ def file_digest(path: Path) -> str:
         raise CorruptFileError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def write_manifest(folder: Path, names: Collection[str] | None = None) -> None:
+def write_manifest(
+    folder: Path,
+    names: Collection[str] | None = None,
+    known: Mapping[str, str] | None = None,
+) -> None:
     """Write the manifest of a folder: the SHA-256 of its files. Call it last.
 
-    names: the files, relative to the folder; by default all except hidden ones.
+    names: the files, relative to the folder; by default all except hidden ones. known: the SHA-256
+    of some files, which are not read.
     """
+    known = known or {}
     if names is None:
         paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
         visible = [p for p in paths if not any(part.startswith(".") for part in p.parts)]
         names = [path.as_posix() for path in visible if path.as_posix() != MANIFEST]
-    digests = {name: file_digest(folder / name) for name in sorted(names)}
+    digests = {name: known.get(name) or file_digest(folder / name) for name in sorted(names)}
     write_json(folder / MANIFEST, {"files": digests})
 
 
@@ -272,26 +292,62 @@ def check_large_files(folder: Path, fix: str) -> None:
             os.replace(partial, folder / CHECKED)
     finally:
         with suppress(OSError):
-            _remove(partial)
+            remove(partial)
 
 
 def write_tensors(
-    path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: dict[str, str] | None = None,
+    fetch: Fetch | None = None,
 ) -> None:
     """Write a safetensors file with a checksum in its metadata, because it may travel alone.
 
-    Raises OSError if the file cannot be written, for example because the disk is full.
+    fetch: returns the tensor of a name; then `tensors` may be on the meta device, and one of them
+    is in memory at a time. Raises OSError if the file cannot be written, for example because the
+    disk is full.
     """
     metadata = metadata or {}
-    digest = _tensors_digest(tensors, metadata)
-    try:
-        with atomic_write(path) as partial:
-            save_file(
-                _without_shared_memory(tensors), partial, metadata=metadata | {DIGEST: digest}
-            )
-            _sort_metadata(partial)
-    except SafetensorError as error:
-        raise OSError(f"cannot write {path}: {error}") from error
+    digest = _tensors_digest(tensors, metadata, fetch)
+    with atomic_write(path) as partial:
+        write_safetensors(partial, tensors, metadata | {DIGEST: digest}, fetch)
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: dict[str, str] | None = None,
+    fetch: Fetch | None = None,
+) -> None:
+    """Write a safetensors file, one tensor at a time; equal content gives equal files."""
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned
+    header: dict[str, Any] = {"__metadata__": dict(sorted((metadata or {}).items()))}
+    end = 0
+    for name in names:
+        x = tensors[name]
+        begin, end = end, end + x.numel() * x.element_size()
+        dtype = str(x.dtype).removeprefix("torch.")
+        kind = DTYPES.get(dtype) or dtype[0].upper() + dtype.lstrip("abcdefghijklmnopqrstuvwxyz")
+        header[name] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            file.write(_content(tensors[name] if fetch is None else fetch(name)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _content(x: Tensor) -> memoryview:
+    """Return the bytes of a tensor."""
+    import torch
+
+    x = x.detach().cpu().flatten().contiguous()
+    if x.numel() and x.stride(0) != 1:  # torch reports single elements as contiguous
+        x = x.clone(memory_format=torch.contiguous_format)
+    content: memoryview = x.view(torch.uint8).numpy().data
+    return content
 
 
 def read_tensors(
@@ -323,53 +379,21 @@ def read_tensors(
     return tensors, metadata
 
 
-def tensors_digest(tensors: dict[str, Tensor]) -> str:
-    """Return the SHA-256 of the names, dtypes, shapes and values of tensors."""
-    import torch
+def tensors_digest(tensors: Mapping[str, Tensor], fetch: Fetch | None = None) -> str:
+    """Return the SHA-256 of the names, dtypes, shapes and values of tensors.
 
+    fetch: as in `write_tensors`.
+    """
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        x = tensors[name].detach().cpu()
+        x = tensors[name]
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}\n".encode())
-        x = x.flatten().contiguous()
-        if x.stride(0) != 1:  # torch reports single elements as contiguous with any stride
-            x = x.clone(memory_format=torch.contiguous_format)
-        digest.update(x.view(torch.uint8).numpy().data)
+        digest.update(_content(x if fetch is None else fetch(name)))
     return digest.hexdigest()
 
 
-def _tensors_digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    value = {"tensors": tensors_digest(tensors), "metadata": metadata}
+def _tensors_digest(
+    tensors: Mapping[str, Tensor], metadata: dict[str, str], fetch: Fetch | None = None
+) -> str:
+    value = {"tensors": tensors_digest(tensors, fetch), "metadata": metadata}
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def save_file(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a safetensors file."""
-    from safetensors.torch import save_file as save
-
-    save(tensors, path, metadata=metadata)
-
-
-def _sort_metadata(path: Path) -> None:
-    """Sort the metadata in the header of a safetensors file, whose order is random."""
-    with open(path, "r+b") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
-        assert len(text) == size, "the same entries in another order"
-        file.seek(8)
-        file.write(text)
-
-
-def _without_shared_memory(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors that share storage and make all contiguous, as safetensors requires."""
-    import torch
-
-    result, seen = {}, set()
-    for name, x in tensors.items():
-        address = x.untyped_storage().data_ptr()
-        copy = x.clone(memory_format=torch.contiguous_format) if address in seen else x
-        result[name] = copy.contiguous()
-        seen.add(address)
-    return result

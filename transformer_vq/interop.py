@@ -126,7 +126,7 @@ def load_official(
                 f"{official.name} has leading dimensions {stack.shape[:2]}, expected "
                 f"(n_layer, 1) = ({config.n_layer}, 1)"
             )
-        array = official.read(params)
+        array = np.atleast_1d(official.read(params))  # ours has no scalars
         if array.shape != tuple(tensors[ours].shape):
             raise ValueError(
                 f"{official.name} has shape {array.shape}, but {ours} has shape "

@@ -11,7 +11,7 @@ from transformer_vq.cli.main import main
 from transformer_vq.data.tokenizers import ByteTokenizer
 from transformer_vq.files import write_json
 from transformer_vq.hf.export import export
-from transformer_vq.training.checkpoint import Checkpoint, save_checkpoint, write_config
+from transformer_vq.training.checkpoint import save_checkpoint, write_config
 from transformer_vq.training.metrics import write_rows
 
 ROWS = [
@@ -32,7 +32,8 @@ def write_run(folder, change=lambda config: config, rows=ROWS):
     model = TransformerVQ(config.model)
     model.save(run / "best" / "model.safetensors", step="2")
     metadata = {"config": config.to_dict(), "best_loss": 3.0}
-    save_checkpoint(run, Checkpoint(3, model, {}, metadata), keep=1)
+    tensors = {f"model/{name}": x for name, x in model.state_dict().items()}
+    save_checkpoint(run, 3, tensors, metadata, keep=1)
     write_rows(run / "metrics.jsonl", rows)
     return run
 

@@ -2,21 +2,27 @@
 
 import os
 import signal
+import weakref
 from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from helpers import assert_close, losses, tiny_config, tiny_run
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from worlds import for_worlds
 
 from transformer_vq import TransformerVQ
 from transformer_vq.config import OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
+from transformer_vq.parallel.shards import read_index, read_whole
 from transformer_vq.parallel.traffic import Traffic
 from transformer_vq.parallel.world import World
 from transformer_vq.sizes import sizes
+from transformer_vq.training.checkpoint import checkpoint_folder, save_best, save_checkpoint
 from transformer_vq.training.run import resume, train
 from transformer_vq.training.step import Trainer
 
@@ -78,13 +84,9 @@ def assert_same(one, many, tolerance=EXACT):
         got = many.strategy.parameters[name]
         if p.grad.norm() > 1e-12:  # skip gradients that are zero up to rounding
             assert_close(f"gradient of {name}", full(got.grad), p.grad, tolerance)
-    model, tensors = many.strategy.gather_model(), many.tensors()
-    if not many.world.is_rank_zero:
-        return
-    got = model.state_dict()
-    for name, x in one.model.state_dict().items():
-        assert_close(name, got[name], x, tolerance)
+    tensors = {name: full(x) for name, x in many.tensors().items()}
     wanted = one.tensors()
+    assert tensors.keys() == wanted.keys()
     for name, x in wanted.items():
         got = tensors[name]
         if name.startswith("state"):
@@ -313,6 +315,116 @@ def check_bf16_losses_stay_close_to_float32(folder):
         many = make_trainer(run_config(precision="bf16"), mesh, torch.float32)
         got = [take_step(many, batch, i).nats_per_token for i, batch in enumerate(batches)]
         assert all(abs(a - b) < 0.03 * b for a, b in zip(got, want, strict=True)), (got, want)
+
+
+def save(trainer, folder, in_background=False):
+    """Write a checkpoint of step 1; return a function that waits for it."""
+    group = trainer.world.checkpoint_group
+    return save_checkpoint(
+        folder, 1, trainer.tensors(), {}, 1, group=group, in_background=in_background
+    )
+
+
+def saved(folder):
+    folder = checkpoint_folder(folder, 1)
+    return folder, read_index(folder)
+
+
+def next_losses(trainer, batches):
+    """Take all steps but the first; return their losses."""
+    return [take_step(trainer, x, i).nats_per_token for i, x in enumerate(batches) if i > 0]
+
+
+@for_worlds(4)
+def check_checkpoints_are_read_on_any_mesh(folder):
+    """Every rank writes and reads its shards in mid-sequence, and one process reads all."""
+    meshes = [ParallelConfig(fsdp=2, tp=2), ParallelConfig(fsdp=4), ParallelConfig(dp=2, tp=2)]
+    meshes += [ParallelConfig(dp=2, cp=2), ParallelConfig(cp=2, tp=2), None]
+    tied = {"tie_embeddings": True, "absolute_positions": True}
+    for model in ({"head_type": "shga"} | tied, {"head_type": "gqa"}):
+        config = run_config(model, weight_average=0.7, accumulate=1)
+        batches = spans(config, 4, documents=True)
+        one = make_trainer(config)
+        take_step(one, batches[0], 0)
+        name = f"{model['head_type']}-one"
+        if dist.get_rank() == 0:
+            save(one, folder / name)
+        dist.barrier()
+        want = next_losses(one, batches)
+        for mesh in meshes:
+            many = make_trainer(config, mesh)
+            many.load(*saved(folder / name))
+            if mesh is not None:
+                name = f"{model['head_type']}-{mesh.dp}{mesh.fsdp}{mesh.cp}{mesh.tp}"
+                save(many, folder / name, in_background=mesh.fsdp > 1)()
+                dist.barrier()
+            got = next_losses(many, batches)
+            assert all(abs(a - b) < 1e-12 * b for a, b in zip(got, want, strict=True)), (mesh, got)
+    assert not list(folder.rglob("*.partial"))
+
+
+@for_worlds(4)
+def check_no_rank_holds_more_than_its_shards(folder):
+    """While saving and loading, a rank needs memory for its shards and one full tensor."""
+    config = run_config(WIDE | {"n_layer": 2})
+    many = make_trainer(config, ParallelConfig(fsdp=4))
+    take_step(many, spans(config, 1)[0], 0)
+    shards = sum(local(x).nbytes for x in many.tensors().values())
+    largest = max(x.nbytes for x in make_trainer(config).tensors().values())
+    with LiveBytes() as saving:
+        save(many, folder / "bounded")
+    assert saving.peak <= largest, (saving.peak, largest)
+    many = make_trainer(config, ParallelConfig(fsdp=4))
+    with LiveBytes() as loading:
+        many.load(*saved(folder / "bounded"))
+    assert 0 < loading.peak <= shards + largest, (loading.peak, shards, largest)
+    with LiveBytes() as best:
+        save_best(folder, many.strategy.model_tensors(), {}, many.world.checkpoint_group)
+    assert best.peak <= 2 * largest, (best.peak, largest)
+
+
+@for_worlds(2)
+def check_tensors_are_changed_after_a_background_save_starts(folder):
+    config = run_config()
+    many, batches = make_trainer(config, FSDP), spans(config, 3)
+    take_step(many, batches[0], 0)
+    want = {name: full(x).clone() for name, x in many.tensors().items()}
+    finish = save(many, folder / "background", in_background=True)
+    take_step(many, batches[1], 1)
+    finish()
+    got = read_whole(*saved(folder / "background"))
+    assert all(got[name].equal(x) for name, x in want.items() if not name.startswith("rng"))
+
+
+class LiveBytes(TorchDispatchMode):
+    """A context that finds the largest number of bytes in new tensors at any time."""
+
+    def __enter__(self):
+        self.live, self.peak, self.seen = 0, 0, set()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        given = {storage_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and storage_of(x) not in given | self.seen | {0}:
+                address, n_bytes = storage_of(x), x.untyped_storage().nbytes()
+                self.seen.add(address)
+                self.live += n_bytes
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(x.untyped_storage(), self.free, address, n_bytes)
+        return result
+
+    def free(self, address, n_bytes):
+        self.seen.discard(address)
+        self.live -= n_bytes
+
+
+def storage_of(x):
+    is_real = not (x.is_meta or isinstance(x, FakeTensor))
+    return x.untyped_storage().data_ptr() if is_real else 0
 
 
 def tiny(folder, mesh=None, **changes):

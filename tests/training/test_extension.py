@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from helpers import interrupt_after, losses, tiny_run
+from helpers import checkpoint_tensors, interrupt_after, losses, tiny_run
 
 from transformer_vq.files import read_tensors
 from transformer_vq.training import loop
@@ -52,8 +52,7 @@ def extend(run, steps, **options):
 
 def tensors(run):
     """All tensors of the final checkpoint and the best model, as bytes."""
-    checkpoint = newest_checkpoint(run)
-    parts = {"model": checkpoint.model.state_dict(), "training": checkpoint.tensors}
+    parts = {"last": checkpoint_tensors(run)}
     parts["best"] = read_tensors(run / "best" / "model.safetensors")[0]
     return {f"{part}/{k}": x.numpy().tobytes() for part, xs in parts.items() for k, x in xs.items()}
 

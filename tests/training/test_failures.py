@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import interrupt_after, losses, tiny_run
+from helpers import checkpoint_tensors, interrupt_after, losses, tiny_run
 
 from transformer_vq import TransformerVQ, files, load_run
 from transformer_vq.cli.main import main
 from transformer_vq.errors import TrainingError
 from transformer_vq.nn.quantizer import NotFiniteError
+from transformer_vq.parallel import storage
 from transformer_vq.training.checkpoint import (
     CheckpointError,
     checkpoint_folder,
@@ -29,7 +30,7 @@ def test_resume_skips_a_corrupt_checkpoint_with_a_warning(tmp_path, monkeypatch,
         interrupt_after(patch, 7)
         train(config, tmp_path / "run")
     assert checkpoint_steps(tmp_path / "run") == [6, 8]
-    corrupt = checkpoint_folder(tmp_path / "run", 8) / "model.safetensors"
+    corrupt = checkpoint_folder(tmp_path / "run", 8) / "shard-00000.safetensors"
     data = bytearray(corrupt.read_bytes())
     data[-1] ^= 1  # one bit; the length stays the same
     corrupt.write_bytes(data)
@@ -42,14 +43,16 @@ def test_resume_skips_a_corrupt_checkpoint_with_a_warning(tmp_path, monkeypatch,
 def test_weights_that_are_not_finite_are_reported_and_their_checkpoint_is_skipped(tmp_path, capsys):
     run = tmp_path / "run"
     train(tiny_run(tmp_path, train={"steps": 6}), run)
-    newest = checkpoint_folder(run, 6)
-    for path in (newest / "model.safetensors", run / "best" / "model.safetensors"):
-        model = TransformerVQ.load(path)
-        torch.nn.init.constant_(model.head.bias, torch.nan)
-        model.save(path)
+    newest, best = checkpoint_folder(run, 6), run / "best" / "model.safetensors"
+    model = TransformerVQ.load(best)
+    torch.nn.init.constant_(model.head.bias, torch.nan)
+    model.save(best)
+    saved = checkpoint_tensors(run)
+    saved["model/head.bias"].fill_(torch.nan)
+    files.write_safetensors(newest / "shard-00000.safetensors", saved)
     files.write_manifest(newest)
     for load in (load_run, lambda path: load_run(path, "6")):
-        with pytest.raises(NotFiniteError, match=r"model\.safetensors: head\.bias contains NaN"):
+        with pytest.raises(NotFiniteError, match=r"head\.bias contains NaN"):
             load(run)
     capsys.readouterr()
     assert load_model(run, "last")[1] == "step 3"
@@ -74,18 +77,18 @@ def test_resume_after_a_full_disk_gives_the_same_losses(tmp_path, monkeypatch, c
     config = tiny_run(tmp_path)
     train(config, tmp_path / "uninterrupted")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    write_tensors = files.save_file
+    write = files.write_safetensors
 
-    def write_on_full_disk(tensors, path, metadata=None):
+    def write_on_full_disk(path, *args):
         if "step-00000003" not in str(path):
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         try:
-            write_tensors(tensors, path, metadata=metadata)
+            write(path, *args)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "save_file", write_on_full_disk)
+        patch.setattr(storage, "write_safetensors", write_on_full_disk)
         with pytest.raises(TrainingError, match=r"cannot save step 10.*last checkpoint is step 3"):
             train(config, tmp_path / "full")
     printed = capsys.readouterr().err

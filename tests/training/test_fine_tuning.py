@@ -8,6 +8,7 @@ import torch
 from helpers import tiny_run
 from test_evaluate import train_on_books, write_books
 
+from transformer_vq import TransformerVQ
 from transformer_vq.data.prepare import prepare
 from transformer_vq.errors import UserError
 from transformer_vq.training.checkpoint import (
@@ -39,7 +40,9 @@ def fine_tuning(source, path=None, **changes):
 
 
 def initial_model(config):
-    return InitialModel(config.train.init_from).load(config.model)
+    model = TransformerVQ(config.model)
+    model.load_state_dict(dict(InitialModel(config.train.init_from).weights(config.model)))
+    return model
 
 
 def export(run, folder, **options):

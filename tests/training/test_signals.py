@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import Ended, run_forked
-from helpers import losses, tiny_run
+from helpers import checkpoint_tensors, losses, tiny_run
 from interruptions import (
     INTERRUPTIONS,
     Interruption,
@@ -38,7 +38,7 @@ from transformer_vq.cli.main import main
 from transformer_vq.config import ModelConfig, OptimConfig, RunConfig
 from transformer_vq.files import read_tensors
 from transformer_vq.presets import PRESETS
-from transformer_vq.training.checkpoint import TrainingResult, checkpoint_steps, newest_checkpoint
+from transformer_vq.training.checkpoint import TrainingResult, checkpoint_steps
 from transformer_vq.training.run import resume, train
 
 TINY = PRESETS["tiny"]
@@ -127,14 +127,8 @@ class Runs:
 
 def _tensors(run: Path) -> dict[str, bytes]:
     """Return the bytes of all tensors in the final checkpoint and the best model."""
-    checkpoint = newest_checkpoint(run)
-    assert checkpoint is not None
     best, _ = read_tensors(run / "best" / "model.safetensors")
-    named = {
-        "model": checkpoint.model.state_dict(),
-        "training": checkpoint.tensors,
-        "best": best,
-    }
+    named = {"last": checkpoint_tensors(run), "best": best}
     return {f"{part}/{k}": x.numpy().tobytes() for part, xs in named.items() for k, x in xs.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -305,6 +305,26 @@ def _layer(
     return [attention(), FeedForward(config.d_model, config.d_ff, checkpoint_activations)]
 
 
+def initial_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a new model as `TransformerVQ(config)` draws them, in few bytes.
+
+    Only one layer is in memory at a time.
+    """
+
+    def named(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        for name, x in module.state_dict().items():
+            yield f"{prefix}.{name}", x
+
+    yield from named("embed", nn.Embedding(config.vocab_size, config.d_model))
+    if config.absolute_positions:
+        yield from named("positions", ScaledSinusoids(config.d_model, config.pe_wavelength))
+    for i in range(config.n_layer):
+        for j, branch in enumerate(_layer(config, "auto", "auto", False)):
+            yield from named(f"branches.{2 * i + j}", branch)
+    if not config.tie_embeddings:
+        yield from named("head", Head(config.d_model, config.vocab_size))
+
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that a model can have."""
 
@@ -347,7 +367,7 @@ class TransformerVQ(Stack):
         if config.tie_embeddings:
             with meta_device():
                 self.head = Head(config.d_model, config.vocab_size, bias=False)
-            self.head.weight = self.embed.weight
+            self.tie_weights()
             self.register_state_dict_post_hook(_omit_tied_weight)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_tie_weights)  # type: ignore[no-untyped-call]
         else:
@@ -377,6 +397,11 @@ class TransformerVQ(Stack):
         x = output.x if n_logits is None else last_columns(output.x, n_logits)
         return ModelOutput(self.logits(x), output.state, output.commit_loss, output.code_usage)
 
+    def tie_weights(self) -> None:
+        """Make the head use the weight of the embeddings, if the config says so."""
+        if self.config.tie_embeddings:
+            self.head.weight = self.embed.weight
+
     def logits(self, x: Tensor) -> Tensor:
         """Return logits from features, [..., d_model], in float32 or better."""
         logits: Tensor = self.head(scaled_features(x, self.config.logit_scale))
@@ -387,8 +412,11 @@ class TransformerVQ(Stack):
 
         metadata: more values to store in the file.
         """
-        metadata["config"] = json.dumps(asdict(self.config))
-        write_tensors(Path(path), self.state_dict(), metadata)
+        write_tensors(Path(path), self.state_dict(), self.file_metadata(**metadata))
+
+    def file_metadata(self, **metadata: str) -> dict[str, str]:
+        """Return the metadata of a model file: the config and other values."""
+        return metadata | {"config": json.dumps(asdict(self.config))}
 
     @classmethod
     def load(
@@ -481,6 +509,6 @@ def _omit_tied_weight(
 def _tie_weights(module: nn.Module, incompatible_keys: Any) -> None:
     """Share the weight of the embeddings with the head again, after loading."""
     assert isinstance(module, TransformerVQ)
-    module.head.weight = module.embed.weight
+    module.tie_weights()
     missing = incompatible_keys.missing_keys
     missing[:] = [name for name in missing if not name.endswith("head.weight")]

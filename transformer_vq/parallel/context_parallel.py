@@ -145,15 +145,9 @@ def after_tokens(state: ModelState, batch: Batch) -> ModelState:
     return replace(state, layers=tuple(layers))
 
 
-def pass_to_first_rank(state: ModelState, group: dist.ProcessGroup) -> ModelState:
-    """Send the windows and caches of the last rank to rank 0, for the next span.
-
-    On other ranks they stay as they are, because they are not used there.
-    """
-    rank, last = dist.get_rank(group), dist.get_world_size(group) - 1
-    if rank not in (0, last):
-        return state
-    operation, peer = (dist.isend, 0) if rank == last else (dist.irecv, last)
+def share_last(state: ModelState, group: dist.ProcessGroup) -> ModelState:
+    """Send the windows and caches of the last rank to all ranks, for the next span."""
+    last = dist.get_world_size(group) - 1
     layers = []
     for layer in state.layers:
         assert isinstance(layer, VQState)
@@ -161,10 +155,8 @@ def pass_to_first_rank(state: ModelState, group: dist.ProcessGroup) -> ModelStat
         if layer.cache is not None:
             tensors += [layer.cache.mean, layer.cache.count]
         tensors = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
-        for work in dist.batch_isend_irecv(
-            [dist.P2POp(operation, x, group=group, group_peer=peer) for x in tensors]
-        ):
-            work.wait()
+        for x in tensors:
+            dist.broadcast(x, group=group, group_src=last)
         k, v, z, *cache = tensors
         layers.append(replace(layer, k=k, v=v, z=z, cache=CacheStats(*cache) if cache else None))
     return replace(state, layers=tuple(layers))

@@ -6,7 +6,7 @@ depend on the mesh, up to rounding and dropout.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,7 @@ from transformer_vq.parallel.context_parallel import (
     exchange_states,
     own_columns,
     own_shard,
-    pass_to_first_rank,
+    share_last,
 )
 from transformer_vq.parallel.data_parallel import shard_parameters, total_usage
 from transformer_vq.parallel.tensor_parallel import (
@@ -37,7 +37,7 @@ from transformer_vq.parallel.tensor_parallel import (
     sharded,
     sharded_axes,
 )
-from transformer_vq.parallel.world import World
+from transformer_vq.parallel.world import AXES, World
 from transformer_vq.progress import info
 
 COMPILER = "inductor"
@@ -86,13 +86,15 @@ class MicroBatch:
 class ParallelStrategy:
     """This rank's part in the training steps of a run; changes the model in place."""
 
-    def __init__(self, model: TransformerVQ, config: RunConfig, world: World) -> None:
+    def __init__(
+        self, model: TransformerVQ, config: RunConfig, world: World, device: torch.device
+    ) -> None:
         mesh = world.mesh
         check_mesh(config, mesh)
         self.model = model
         self.config = config
         self.world = world
-        self._device = next(model.parameters()).device
+        self._device = device
         self.is_compiled = compiles_training(config.train.compile, self._device)
         """Whether training passes are compiled."""
         self._tp_axes = sharded_axes(model) if mesh.tp > 1 else {}
@@ -106,6 +108,9 @@ class ParallelStrategy:
         if not world.is_single_process:
             self._streams = RNGStreams(model, world, config.train.seed)
             shard_parameters(model, config, world)
+        if any(p.is_meta for p in model.parameters()):
+            model.to_empty(device=device)
+            model.tie_weights()
         self.parameters = dict(model.named_parameters())
         """The parameters for the optimizer: DTensors, unless there is a single process."""
 
@@ -171,7 +176,7 @@ class ParallelStrategy:
         if self.world.size("cp") == 1:
             return after
         end = after_tokens(part.before_span, part.span).layers[0]
-        after = pass_to_first_rank(after, self.world.group("cp"))
+        after = share_last(after, self.world.group("cp"))
         layers = (
             replace(layer, position=end.position, document=end.document) for layer in after.layers
         )
@@ -187,24 +192,28 @@ class ParallelStrategy:
         group = None if self.world.size("data") == 1 else self.world.group("data")
         return total_usage(usages, group)
 
-    # Checkpoints contain full tensors, so a run can be resumed on another mesh.
+    # Checkpoints: tensors with what is needed to write and read them on any mesh.
 
-    def gather_model(self) -> TransformerVQ:
-        """Return the model with full tensors on rank 0; all ranks must call this together."""
-        if self.world.is_single_process:
-            return self.model
-        tensors = {}
-        for name, x in self.model.state_dict().items():
-            if name in self._tp_axes and not hasattr(x, "full_tensor"):  # codebooks
-                x = self.world.gather(x, "tp", self._tp_axes[name])
-            x = self.gather(x)
-            if self.world.is_rank_zero:
-                tensors[name] = x.detach().cpu()
-        with torch.device("meta"):
-            model = TransformerVQ(self.model.config)
-        if self.world.is_rank_zero:
-            model.load_state_dict(tensors, assign=True)
-        return model
+    def model_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the model by name: DTensors where they are sharded."""
+        found: dict[str, Tensor] = self.model.state_dict()
+        codebooks = [name for name in self._tp_axes if name in dict(self.model.named_buffers())]
+        return found | {x: self._sharded(found[x], {"tp": self._tp_axes[x]}) for x in codebooks}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Set the tensors of the model from full ones, of which each rank takes its part."""
+        targets = self.model_tensors()
+        for name, x in weights:
+            target: Any = targets[name]
+            if hasattr(target, "to_local"):
+                from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+                shape, offset = compute_local_shape_and_global_offset(
+                    target.shape, target.device_mesh, target.placements
+                )
+                x = x[tuple(slice(i, i + n) for i, n in zip(offset, shape, strict=True))]
+                target = target.to_local()
+            target.detach().copy_(x)
 
     def release_gathered(self) -> None:
         """Free the parameters that FSDP has gathered, so that the next pass reads the shards.
@@ -224,41 +233,52 @@ class ParallelStrategy:
         full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x  # a DTensor
         return full
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Return a full tensor as `full` does, on the CPU if it was sharded."""
-        full = self.full(x)
-        return x if full is x else full.cpu()
+    def empty_like(self, p: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return zeros for a tensor of the optimizer that belongs to parameter p.
 
-    def shard_like(self, x: Tensor, p: Tensor) -> Tensor:
-        """Shard a full tensor of the optimizer that belongs to parameter p."""
-        x = x.to(p.device)
-        if self.world.is_single_process:
+        It is sharded like p if it has the same shape, else replicated. Numbers stay on the CPU.
+        """
+        if tuple(shape) == tuple(p.shape):
+            return torch.zeros_like(p.detach(), dtype=dtype)
+        x = torch.zeros(tuple(shape), dtype=dtype, device=p.device if shape else None)
+        if self.world.is_single_process or not shape:
             return x
-        from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+        from torch.distributed.tensor import DTensor, Replicate
 
         assert isinstance(p, DTensor)
-        mesh = p.device_mesh
-        placements = p.placements if x.shape == p.shape else [Replicate()] * mesh.ndim
-        return distribute_tensor(x, mesh, placements)
+        replicated = [Replicate()] * p.device_mesh.ndim
+        return DTensor.from_local(x, p.device_mesh, replicated, run_check=False)
 
-    def gather_state(self, state: ModelState, prefix: str) -> dict[str, Tensor]:
-        """Return the full tensors of a state on rank 0, named as by `ModelState.to_tensors`.
+    def shard_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Mark the tensors of this rank's rows of a state as shards. tensors: named by field."""
+        if self.world.is_single_process:
+            return tensors
+        return {name: self._sharded(x, self._state_axes(name)) for name, x in tensors.items()}
 
-        All ranks must call this together.
-        """
-        tensors = state.to_tensors(prefix)
-        for name in tensors:
+    def empty_state(self, index: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return zeros for this rank's rows of a state. index: dtype and full shape by name."""
+        found = {}
+        for name, entry in index.items():
+            shape = list(entry["shape"])
             for axis, dim in self._state_axes(name).items():
-                tensors[name] = self.world.gather(tensors[name], axis, dim)
-        return tensors
+                shape[dim] //= self.world.size(axis)
+            found[name] = torch.zeros(shape, dtype=getattr(torch, entry["dtype"]))
+        return found
 
-    def shard_state(self, tensors: dict[str, Tensor], prefix: str) -> ModelState:
-        """Return this rank's shard of a state that `gather_state` returned, on any mesh."""
-        shards = {name: x for name, x in tensors.items() if name.startswith(f"{prefix}/")}
-        for name in shards:
+    def own_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's rows of the full tensors of a state."""
+        found = dict(tensors)
+        for name in found:
             for axis, dim in self._state_axes(name).items():
-                shards[name] = self.world.shard(shards[name], axis, dim)
-        return ModelState.from_tensors(shards, prefix)
+                found[name] = self.world.shard(found[name], axis, dim)
+        return found
+
+    def _sharded(self, x: Tensor, axes: Mapping[str, int]) -> Tensor:
+        """Return a DTensor with x as the shard of this rank. axes: of the mesh, with those of x."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        placements = [Shard(axes[a] % x.ndim) if a in axes else Replicate() for a in AXES]
+        return DTensor.from_local(x, self.world.device_mesh, placements, run_check=False)
 
     def _state_axes(self, name: str) -> dict[str, int]:
         """Return the mesh axes that shard a tensor of the state, each with the tensor's dimension.
@@ -270,7 +290,8 @@ class ParallelStrategy:
         if field == "sinusoid_mask":
             return {}
         tp_dim = STATE[sharded(self.model.config.layer.heads)].get(field)
-        return {"rows": 0} if tp_dim is None else {"tp": tp_dim, "rows": 0}
+        rows = {"dp_replicate": 0, "dp_shard": 0}
+        return rows if tp_dim is None else {"tp": tp_dim} | rows
 
 
 class RNGStreams:

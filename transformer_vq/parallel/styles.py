@@ -24,7 +24,8 @@ class Shared(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, None, _whole_input, _whole_output)
+        hooks: Any = (_whole_input, _whole_output)
+        return distribute_module(module, device_mesh, None, *hooks)
 
 
 def _whole_input(_: nn.Module, args: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:

@@ -146,8 +146,7 @@ def shard_widths(model: TransformerVQ, mesh: DeviceMesh) -> None:
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(model, mesh, {"embed": embed, "head": head})
     model.head.register_forward_hook(_gather_outside_of_training)
-    if model.config.tie_embeddings:
-        model.head.weight = model.embed.weight
+    model.tie_weights()
 
 
 def _divide_commit_loss(n: int) -> Any:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Bytes sent per rank by ring algorithms, as multiples of the largest tensor of a call; n ranks.
-KINDS = {
+KINDS: dict[str, Callable[[int], float]] = {
     "reduce_scatter": lambda n: (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -30,7 +31,7 @@ class Traffic(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
 
@@ -62,7 +63,7 @@ def _group_size(x: Any) -> int | None:
             return None
     if isinstance(x, str):
         try:
-            x = _resolve_process_group(x)  # type: ignore[arg-type]
+            x = _resolve_process_group(cast(Any, x))
         except (RuntimeError, ValueError, LookupError):
             return None
     return x.size() if isinstance(x, dist.ProcessGroup) else None

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -50,6 +51,7 @@ class World:
         coarse = ranks._unflatten(
             0, (shape[0], shape[1] * shape[2], shape[3]), ("dp_replicate", "fsdp", "tp")
         )
+        self.device_mesh = fine
         self.axes = {axis: fine[axis] for axis in AXES}
         self.axes |= {name: fine[axes]._flatten(name) for name, axes in COMBINED_AXES.items()}
         self.axes |= {"fsdp": coarse["fsdp"], "tp": coarse["tp"]}
@@ -65,7 +67,12 @@ class World:
     @property
     def is_rank_zero(self) -> bool:
         """Whether this process writes the files of the run."""
-        return self.is_single_process or dist.get_rank() == 0
+        return self.global_rank == 0
+
+    @property
+    def global_rank(self) -> int:
+        """The rank of this process among all."""
+        return 0 if self.is_single_process else dist.get_rank()
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis."""
@@ -79,6 +86,14 @@ class World:
         """Return the process group along an axis; not for a single process."""
         return self.axes[axis].get_group()
 
+    @cached_property
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        """A group of all ranks for checkpoints, which may be written while training goes on.
+
+        None for a single process; all ranks must use it together.
+        """
+        return None if self.is_single_process else dist.new_group(backend="gloo")
+
     def sum(self, x: Tensor, axis: str) -> Tensor:
         """Return the sum of x over the ranks along an axis."""
         if self.size(axis) == 1:
@@ -86,14 +101,6 @@ class World:
         total = x.contiguous().clone()
         dist.all_reduce(total, group=self.group(axis))
         return total
-
-    def sums(self, tensors: list[Tensor], axis: str) -> list[Tensor]:
-        """Return the `sum` of each tensor, using a single all-reduce."""
-        if self.size(axis) == 1 or not tensors:
-            return tensors
-        total = self.sum(torch.cat([x.flatten() for x in tensors]), axis)
-        parts = total.split([x.numel() for x in tensors])
-        return [part.view_as(x) for part, x in zip(parts, tensors, strict=True)]
 
     def smallest(self, n: int) -> int:
         """Return the minimum of n over all ranks."""
@@ -119,19 +126,8 @@ class World:
         dist.broadcast(x, src=0)
         return int(x)
 
-    def gather(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        """Concatenate the shards along an axis on its rank 0; other ranks get their own shard."""
-        if self.size(axis) == 1:
-            return x
-        sent = x.to(torch.uint8) if x.dtype == torch.bool else x
-        sent = sent.contiguous()
-        is_rank_zero = self.rank(axis) == 0
-        shards = [torch.empty_like(sent) for _ in range(self.size(axis))] if is_rank_zero else None
-        dist.gather(sent, shards, group=self.group(axis), group_dst=0)
-        return x if shards is None else torch.cat(shards, dim).to(x.dtype)
-
     def shard(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        """Return this rank's shard of a full tensor: the inverse of `gather`."""
+        """Return this rank's shard of a full tensor."""
         return x.chunk(self.size(axis), dim)[self.rank(axis)]
 
     @contextmanager

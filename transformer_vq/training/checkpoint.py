@@ -5,7 +5,8 @@ RUN/manifest.json           digests of config.json and of the tokenizer
 RUN/metrics.jsonl           one line per logged step and per validation
 RUN/history.jsonl           one line per start, resume, extension, finish and stop
 RUN/tokenizer.*             only for corpora with a vocabulary
-RUN/checkpoints/step-*/     model.safetensors, training.safetensors, training.json, manifest.json
+RUN/checkpoints/step-*/     shard-*.safetensors (one per rank), index.json, training.json,
+                            manifest.json
 RUN/best/model.safetensors  the model with the lowest validation loss
 
 A checkpoint from which a run can be extended is pinned: it is never removed, and it also contains
@@ -17,35 +18,40 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from transformer_vq.config import FREE_FIELDS, ModelConfig, RunConfig
 from transformer_vq.data.tokenizers import TOKENIZER_FILES, Tokenizer, load_tokenizer
+from transformer_vq.device import meta_device
 from transformer_vq.errors import UserError
 from transformer_vq.files import (
     CorruptFileError,
-    atomic_folder,
     atomic_write,
     changed_files,
     check_manifest,
     lock_folder,
+    publish_folder,
     read_json,
     read_manifest,
     read_object,
-    read_tensors,
+    remove,
     remove_partial_files,
     write_json,
     write_manifest,
     write_tensors,
 )
-from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.nn.model import TransformerVQ, check_tensors
+from transformer_vq.parallel.shards import Index, read_index, read_whole
+from transformer_vq.parallel.world import World
 from transformer_vq.progress import warn
 from transformer_vq.training.packaged import find_run
 from transformer_vq.training.run_list import (
@@ -58,9 +64,8 @@ from transformer_vq.training.run_list import (
 )
 
 TOKENIZER_CONFIG = "tokenizer_config.json"  # of Hugging Face tokenizers
-TENSORS = "training.safetensors"
 BEST_COPY = "best.safetensors"  # of pinned checkpoints
-FORMAT = 3  # version of run folders; increment when older ones can no longer be read
+FORMAT = 4  # version of run folders; increment when older ones can no longer be read
 
 # Fields of a model config that affect its training, but not the function it computes.
 TRAINING_FIELDS = frozenset(
@@ -77,13 +82,12 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything needed to resume a run."""
+    """Everything needed to resume a run, on disk; see `Trainer.load`."""
 
     step: int
     """Number of completed steps."""
-    model: TransformerVQ
-    tensors: dict[str, Tensor]
-    """The optimizer, the carried states and the RNG state, as in `Trainer.tensors`."""
+    folder: Path
+    index: Index
     metadata: dict[str, Any]
     """Plain values: the config, the checksum of the corpus, and the progress of the run."""
 
@@ -91,6 +95,16 @@ class Checkpoint:
     def config(self) -> RunConfig:
         """The config of the run when the checkpoint was written."""
         return RunConfig.from_dict(self.metadata["config"])
+
+    @cached_property
+    def model(self) -> TransformerVQ:
+        """The whole model; NotFiniteError is raised if a weight or codebook is NaN or infinite."""
+        with meta_device():
+            model = TransformerVQ(self.config.model)
+        tensors = read_whole(self.folder, self.index, "model/")
+        check_tensors(self.folder, tensors, model)
+        model.load_state_dict(tensors, assign=True)
+        return model
 
 
 @dataclass
@@ -238,62 +252,120 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 
 def save_checkpoint(
-    run: Path, checkpoint: Checkpoint, keep: int, pinned: int | None = None
-) -> Path:
-    """Write a checkpoint, then remove all but the newest `keep`; return its folder.
+    run: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    metadata: dict[str, Any],
+    keep: int,
+    pinned: int | None = None,
+    group: ProcessGroup | None = None,
+    in_background: bool = False,
+) -> Callable[[], None]:
+    """Write a checkpoint, then remove all but the newest `keep`.
 
-    pinned: step of a checkpoint that is kept as well, with a copy of the best model so far.
-    Raises OSError if it cannot be written, for example on a full disk. Older checkpoints are then
-    kept.
+    tensors: as of `Trainer.tensors`. pinned: step of a checkpoint that is kept as well, with a copy
+    of the best model so far. group: of all ranks, each of which writes its shards. in_background:
+    return when the tensors are copied.
+    Returns a function that waits for the end of the writing. Both raise OSError if the checkpoint
+    cannot be written, for example on a full disk. Older checkpoints are then kept.
     """
-    folder, best = checkpoint_folder(run, checkpoint.step), run / BEST / MODEL
-    with atomic_folder(folder) as partial:
-        checkpoint.model.save(partial / MODEL)
-        write_tensors(partial / TENSORS, checkpoint.tensors)
-        if checkpoint.step == pinned and best.is_file():
+    from transformer_vq.parallel.storage import save_shards  # takes a second to import
+
+    folder, best = checkpoint_folder(run, step), run / BEST / MODEL
+    metadata = metadata | {"format": FORMAT, "step": step}
+
+    def publish(partial: Path, digests: dict[str, str]) -> None:
+        if step == pinned and best.is_file():
             shutil.copyfile(best, partial / BEST_COPY)
-        about = {"format": FORMAT, "step": checkpoint.step}
-        write_json(partial / METADATA, checkpoint.metadata | about)
-        write_manifest(partial)
+        write_json(partial / METADATA, metadata)
+        write_manifest(partial, known=digests)
         if folder.exists():  # a corrupt checkpoint, if the run was resumed from an older one
             shutil.rmtree(folder)
-    for step in [step for step in checkpoint_steps(run) if step != pinned][:-keep]:
-        if step < checkpoint.step:
-            shutil.rmtree(checkpoint_folder(run, step), ignore_errors=True)
-    return folder
+        publish_folder(partial, folder)
+        for old in [old for old in checkpoint_steps(run) if old != pinned][:-keep]:
+            if old < step:
+                shutil.rmtree(checkpoint_folder(run, old), ignore_errors=True)
+
+    return save_shards(folder, tensors, publish, group, in_background)
 
 
-def load_checkpoint(run: Path, step: int) -> Checkpoint:
-    """Return the checkpoint of a step; raises CheckpointError if it is missing or corrupt."""
+def save_best(
+    run: Path, model: dict[str, Tensor], metadata: dict[str, str], group: ProcessGroup | None
+) -> None:
+    """Write RUN/best, one file with full tensors; every rank writes its shards first.
+
+    So no rank needs the memory for more than one full tensor. Raises OSError.
+    """
+    from transformer_vq.parallel.storage import save_shards
+
+    best = run / BEST / MODEL
+
+    def publish(partial: Path, digests: dict[str, str]) -> None:
+        index = read_index(partial)
+        empty = {
+            name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta")
+            for name, entry in index.items()
+        }
+        best.parent.mkdir(exist_ok=True)
+        write_tensors(
+            best, empty, metadata, lambda name: read_whole(partial, {name: index[name]})[name]
+        )
+        remove(partial)
+
+    save_shards(best.with_suffix(""), model, publish, group)
+
+
+def load_checkpoint(run: Path, step: int, world: World | None = None) -> Checkpoint:
+    """Return the checkpoint of a step; raises CheckpointError if it is missing or corrupt.
+
+    world: of all ranks that call this together. Each verifies some of the files.
+    """
     folder = checkpoint_folder(run, step)
+    rank, size = (0, 1) if world is None else (world.global_rank, world.mesh.n_processes)
+    found, failure = None, None
     try:
-        check_manifest(folder)
-        metadata = read_json(folder / METADATA)
+        check_manifest(folder, names=sorted(read_manifest(folder))[rank::size])
+        metadata, index = read_json(folder / METADATA), read_index(folder)
         if metadata["format"] != FORMAT:
             raise CheckpointError(f"{folder} was written by another version of transformer_vq")
         if metadata["step"] != step:
             raise CheckpointError(f"{folder} holds step {metadata['step']}; was it renamed?")
-        model = TransformerVQ.load(folder / MODEL)
-        tensors, _ = read_tensors(folder / TENSORS)
-    except CorruptFileError as error:
-        raise CheckpointError(str(error)) from error
-    return Checkpoint(step, model, tensors, metadata)
+        found = Checkpoint(step, folder, index, metadata)
+    except UserError as error:
+        failure = CheckpointError(str(error))
+        failure.__cause__ = error
+    if world is not None and world.any(failure is not None) and failure is None:
+        failure = CheckpointError(f"{folder} is corrupt; another rank reports why")
+    if failure is not None or found is None:
+        raise failure or CheckpointError(f"{folder} is corrupt")
+    return found
 
 
-def newest_checkpoint(run: Path) -> Checkpoint | None:
+def newest_checkpoint(
+    run: Path,
+    world: World | None = None,
+    check: Callable[[Checkpoint], object] = lambda checkpoint: None,
+) -> Checkpoint | None:
     """Return the newest valid checkpoint, and warn about newer ones that are corrupt.
 
     Returns None if the run has no checkpoint yet; raises CheckpointError if all are corrupt.
+    world: of all ranks that call this together; rank 0 lists the checkpoints. check: may raise
+    UserError to reject a checkpoint.
     """
     steps = checkpoint_steps(run)
-    for step in reversed(steps):
+    n_steps = len(steps) if world is None else world.from_rank_zero(len(steps))
+    for i in range(n_steps):
+        step = steps[-1 - i] if i < len(steps) else 0
+        step = step if world is None else world.from_rank_zero(step)
         try:
-            return load_checkpoint(run, step)
+            checkpoint = load_checkpoint(run, step, world)
+            check(checkpoint)
+            return checkpoint
         except UserError as error:
             warn(f"{error}; trying the checkpoint before it")
-    if steps:
+    if n_steps:
         raise CheckpointError(
-            f"all {len(steps)} checkpoints of {run} are corrupt; restore one from a copy, or start "
+            f"all {n_steps} checkpoints of {run} are corrupt; restore one from a copy, or start "
             "a new run"
         )
     return None
@@ -343,7 +415,7 @@ def load_model(
         return model.float(), "best"  # packaged models are stored in bf16
     steps = checkpoint_steps(run)
     if which in ("best", "last"):
-        checkpoint = newest_checkpoint(run)
+        checkpoint = newest_checkpoint(run, check=lambda checkpoint: checkpoint.model)
         if checkpoint is None:
             raise CheckpointError(f"{run} has no checkpoint yet; continue with `tvq resume {run}`")
         if which == "best" and checkpoint.metadata["best_loss"] is not None:

@@ -44,19 +44,17 @@ def find_checkpoint(
 ) -> tuple[Checkpoint | None, int]:
     """Return the checkpoint to resume from, and the step of the newest one.
 
-    It is the newest one, or that at the start of the decay; None for the start of the run. Rank 0
-    decides for all ranks. Raises CheckpointError if the change from `stored` to `config` is not
+    It is the newest one, or that at the start of the decay; None for the start of the run. All
+    ranks call this together. Raises CheckpointError if the change from `stored` to `config` is not
     possible.
     """
-    newest = newest_checkpoint(run) if world.is_rank_zero else None
-    done = step = 0 if newest is None else newest.step
-    if world.is_rank_zero:
-        step = resume_step(run, stored, config, done, allow_schedule_change)
-    done, step = world.from_rank_zero(done), world.from_rank_zero(step)
-    if step == 0 or (newest is not None and step == newest.step):
-        return (newest if step else None), done
+    newest = newest_checkpoint(run, world)
+    done = 0 if newest is None else newest.step
+    step = resume_step(run, stored, config, done, allow_schedule_change)
+    if step == done:
+        return newest, done
     try:
-        return load_checkpoint(run, step), done
+        return load_checkpoint(run, step, world), done
     except CheckpointError as error:
         raise CheckpointError(
             f"{run} cannot be extended without its checkpoint at the start of the decay, step "

@@ -7,6 +7,7 @@ which is a run folder, a model file or an exported folder. transformers itself i
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import fields
 from fnmatch import fnmatch
 from functools import cached_property
@@ -213,17 +214,14 @@ class InitialModel:
             return load_tokenizer(self.path)
         return read_tokenizer(self.path, self._run)
 
-    def load(self, config: ModelConfig) -> TransformerVQ:
-        """Return the model with other training settings, such as dropout."""
+    def weights(self, config: ModelConfig) -> Iterable[tuple[str, Tensor]]:
+        """Return the tensors of the model by name, for one with other training settings."""
         self.check_architecture(config)
         if self._export is None:
             loaded = load_model(self.path, config=self._run)[0]
         else:
             loaded = _load_export(self.path, self._export)
-        with meta_device():
-            model = TransformerVQ(config)
-        model.load_state_dict(loaded.state_dict(), assign=True)
-        return model
+        return loaded.state_dict().items()
 
     def check_architecture(self, wanted: ModelConfig) -> None:
         """Raise CheckpointError if the model computes another function than `wanted`.

@@ -22,14 +22,13 @@ from transformer_vq.nn.quantizer import CodebookHealth, NotFiniteError
 from transformer_vq.progress import info, progress_bar, short, warn
 from transformer_vq.sizes import mfu_per_token
 from transformer_vq.training.checkpoint import (
-    Checkpoint,
     Progress,
     TrainingResult,
     checkpoint_steps,
+    save_best,
     save_checkpoint,
 )
 from transformer_vq.training.metrics import MetricsLog
-from transformer_vq.training.run_list import BEST, MODEL
 from transformer_vq.training.signals import StopRequest
 from transformer_vq.training.step import NotFiniteStepError, StepResult, Trainer
 
@@ -62,6 +61,7 @@ class TrainingLoop:
         self._mfu_per_token = mfu_per_token(config, trainer.world)
         self._note = ""
         self._saved_at = self._checked_at = progress.step
+        self._pending: Callable[[], None] | None = None  # waits for a checkpoint
         self._unlogged: list[float] = []  # seconds of each step since the last logged one
 
     def run(self) -> TrainingResult:
@@ -91,6 +91,7 @@ class TrainingLoop:
                 if is_last:
                     break
                 advance(1, note=self._train_step(log))
+            self._finish_saving()
         # A signal in the last step skips or stops its validation.
         finished = progress.is_finished(self.config)
         # The same on all ranks: each must exit with the status of the signal.
@@ -215,24 +216,48 @@ class TrainingLoop:
                 return
             progress.best_loss = result.nats_per_token
             progress.best_bits_per_byte = result.bits_per_byte
-            best = self.trainer.strategy.gather_model()  # with the averaged weights
-            if world.is_rank_zero:
-                try:
-                    (self.folder / BEST).mkdir(exist_ok=True)
-                    best.save(self.folder / BEST / MODEL, step=str(progress.step))
-                except OSError as error:
-                    warn(f"cannot save the best model: {error}")
+            model = self.trainer.strategy.model_tensors()  # with the averaged weights
+            metadata = averaged.file_metadata(step=str(progress.step))
+            try:
+                save_best(self.folder, model, metadata, world.checkpoint_group)
+            except OSError as error:
+                warn(f"cannot save the best model: {error}")
 
     def _save(self, required: bool) -> None:
-        """Write a checkpoint. If that fails, raise TrainingError if required, otherwise warn."""
-        step = self.progress.step
+        """Write a checkpoint. If that fails, raise TrainingError if required, otherwise warn.
+
+        With `train.async_save`, training goes on while it is written; a failure is then reported at
+        the next checkpoint.
+        """
+        train, step = self.config.train, self.progress.step
         metadata = {"config": self.config.to_dict(), "corpus": self.corpus.sha256}
-        model, tensors = self.trainer.strategy.gather_model(), self.trainer.tensors()
-        if not self.trainer.world.is_rank_zero:
-            return
-        checkpoint = Checkpoint(step, model, tensors, metadata | asdict(self.progress))
+        self._finish_saving()
+
+        def save() -> None:
+            self._pending = save_checkpoint(
+                self.folder,
+                step,
+                self.trainer.tensors(),
+                metadata | asdict(self.progress),
+                train.keep,
+                self.pinned,
+                self.trainer.world.checkpoint_group,
+                in_background=train.async_save and not required,
+            )
+
+        if self._reported(save, step, required):
+            self._saved_at = step
+
+    def _finish_saving(self) -> None:
+        """Wait for a checkpoint that is written in the background."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._reported(pending, self._saved_at, required=False)
+
+    def _reported(self, save: Callable[[], None], step: int, required: bool) -> bool:
+        """Return whether a checkpoint was written; if not, raise TrainingError or warn."""
         try:
-            save_checkpoint(self.folder, checkpoint, self.config.train.keep, self.pinned)
+            save()
         except OSError as error:
             message = (
                 f"cannot save step {step}: {error}; {self._last_checkpoint()}; free some space, "
@@ -241,8 +266,8 @@ class TrainingLoop:
             if required:
                 raise TrainingError(message) from error
             warn(message)
-            return
-        self._saved_at = step
+            return False
+        return True
 
     def _not_finite_message(self, error: NotFiniteError) -> str:
         step = error.step if isinstance(error, NotFiniteStepError) else self.progress.step + 1

@@ -14,7 +14,8 @@ from transformer_vq.data.corpus import Corpus
 from transformer_vq.data.prepare import prepare
 from transformer_vq.data.text import store_stdin
 from transformer_vq.data.tokenizers import ByteTokenizer
-from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.device import meta_device
+from transformer_vq.nn.model import TransformerVQ, initial_weights
 from transformer_vq.parallel.strategy import check_mesh
 from transformer_vq.parallel.world import World, join_world
 from transformer_vq.progress import Reporter, reporting, warn
@@ -182,8 +183,10 @@ def _resume(
                     f"the data of {run} have changed since it was started; restore them, or start "
                     "a new run"
                 )
-            trainer = Trainer(checkpoint.model, config, world.device, world)
-            trainer.load_tensors(checkpoint.tensors)
+            with meta_device():
+                model = TransformerVQ(config.model)
+            trainer = Trainer(model, config, world.device, world)
+            trainer.load(checkpoint.folder, checkpoint.index)
             progress = Progress.from_checkpoint(checkpoint)
         changed = stored.differences(config)
         if changed or not progress.is_finished(config):
@@ -265,9 +268,14 @@ def _initial_model(config: RunConfig) -> InitialModel | None:
 
 def _new_trainer(config: RunConfig, start: InitialModel | None, world: World) -> Trainer:
     """Return the trainer at the start of a run; all random numbers follow from its seed."""
+    with meta_device():
+        model = TransformerVQ(config.model)
+    trainer = Trainer(model, config, world.device, world)
     torch.manual_seed(config.train.seed)
-    model = TransformerVQ(config.model) if start is None else start.load(config.model)
-    return Trainer(model, config, world.device, world)
+    weights = initial_weights(config.model) if start is None else start.weights(config.model)
+    trainer.strategy.load_weights(weights)
+    trainer.restart_average()
+    return trainer
 
 
 def _portable(config: RunConfig, start: InitialModel | None) -> RunConfig:

@@ -160,13 +160,16 @@ def newest_metadata(run: Path) -> dict[str, Any]:
 
 
 def _n_parameters(run: Path) -> int | None:
-    """Return the number of parameters in the header of a model file; None if there is none."""
-    newest = sorted((run / CHECKPOINTS).glob(f"step-*/{MODEL}"), reverse=True)
-    for path in (run / BEST / MODEL, *newest):
-        with suppress(OSError, SafetensorError), safe_open(path, framework="numpy") as file:
-            names = [name for name in file.keys() if name.rpartition(".")[2] not in BUFFERS]  # noqa: SIM118
-            return sum(int(math.prod(file.get_slice(x).get_shape())) for x in names)
-    return None
+    """Return the number of parameters of a run by the headers of its files; None without any."""
+    shapes: dict[str, list[int]] = {}
+    with suppress(OSError, SafetensorError), safe_open(run / BEST / MODEL, framework="np") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    for folder in sorted((run / CHECKPOINTS).glob("step-*"), reverse=True):
+        with suppress(UserError):
+            index = {} if shapes else read_object(folder / "index.json")["tensors"]
+            shapes |= {k: x["shape"] for k, x in index.items() if k.startswith("model/")}
+    names = [name for name in shapes if name.rpartition(".")[2] not in BUFFERS]
+    return sum(math.prod(shapes[name]) for name in names) or None
 
 
 def _disk_use(run: Path) -> tuple[int, float]:

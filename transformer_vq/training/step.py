@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from transformer_vq.device import has_fast_bf16, matmul_precision
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import CodeUsage, NotFiniteError, add_usages
 from transformer_vq.ops import triton
+from transformer_vq.parallel.shards import Index
 from transformer_vq.parallel.strategy import ParallelStrategy
 from transformer_vq.parallel.world import World
 from transformer_vq.progress import warn
@@ -80,7 +82,8 @@ class StepResult:
 class Trainer:
     """A model, its optimizer and the states carried through truncated BPTT.
 
-    world: the processes that share each step; by default a single process.
+    model: on the meta device, it gets memory for this rank's shards only, and its tensors must be
+    loaded. world: the processes that share each step; by default a single process.
     """
 
     def __init__(
@@ -95,21 +98,20 @@ class Trainer:
         self.config = config
         self.device = device
         self.world = World() if world is None else world
-        self.model = model.to(device).train()
+        is_empty = any(p.is_meta for p in model.parameters())
+        self.model = (model if is_empty else model.to(device)).train()
         self.model.set_execution(
             reduction=config.train.reduction,
             backend=config.train.backend,
             checkpoint_activations=config.train.checkpoint_activations,
         )
-        self.strategy = ParallelStrategy(self.model, config, self.world)
+        self.strategy = ParallelStrategy(self.model, config, self.world, device)
         self.optimizer = make_optimizer(self.strategy.parameters, config.optim)
         self.average: dict[str, Tensor] = {}
         """Moving average of each parameter, sharded like it; empty if there is no average.
 
         Codebooks are moving averages already, so an averaged model uses the current ones."""
-        if config.train.weight_average:
-            parameters = self.strategy.parameters.items()
-            self.average = {name: p.detach().clone() for name, p in parameters}
+        self.restart_average()
         self.checks_each_step = device.type == "cpu"
         """Whether `step` checks the losses; on a GPU this would wait, so `check_finite` does."""
         self._unchecked: list[StepLosses] = []
@@ -202,6 +204,12 @@ class Trainer:
         if self.world.any(not torch.stack(finite).all()):
             raise NotFiniteStepError(step, "its update gave weights that are NaN or inf")
 
+    def restart_average(self) -> None:
+        """Let the average of the weights, if there is one, start with the current weights."""
+        if self.config.train.weight_average:
+            parameters = self.strategy.parameters.items()
+            self.average = {name: p.detach().clone() for name, p in parameters}
+
     def _update_average(self, step: int) -> None:
         """Include the new weights; in early steps with a larger share, to forget initial ones."""
         if self.average:
@@ -232,50 +240,71 @@ class Trainer:
         self.strategy.release_gathered()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all that an exact resume needs besides the model.
+        """Return all that an exact resume needs; DTensors where this rank has a shard.
 
-        That is the optimizer, the average of the weights, the carried states and the RNG state.
-
-        The tensors do not depend on the mesh. All ranks must call this together; only rank 0 gets
-        full tensors.
+        That is the model, the optimizer, the average of the weights, the carried states and the RNG
+        state. Names do not depend on the mesh.
         """
-        found = {"rng/cpu": torch.get_rng_state()}
+        found = {f"model/{name}": x for name, x in self.strategy.model_tensors().items()}
+        found["rng/cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             found["rng/cuda"] = torch.cuda.get_rng_state(self.device)
         for name, p in self.strategy.parameters.items():
             for key, value in self.optimizer.state.get(p, {}).items():
-                found[f"optimizer/{name}/{key}"] = self.strategy.gather(torch.as_tensor(value))
-        for name, average in self.average.items():
-            found[f"average/{name}"] = self.strategy.gather(average)
+                found[f"optimizer/{name}/{key}"] = torch.as_tensor(value)
+        found |= {f"average/{name}": x for name, x in self.average.items()}
         for i, state in enumerate(self.carried):
-            found |= self.strategy.gather_state(state, f"state{i}")
+            found |= self.strategy.shard_state(state.to_tensors(f"state{i}"))
         return found
 
-    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Restore what `tensors` returned, on any mesh and with any number of micro-batches."""
-        for name, p in self.strategy.parameters.items():
-            prefix = f"optimizer/{name}/"
-            moments: dict[str, Any] = {
-                key.removeprefix(prefix): x for key, x in tensors.items() if key.startswith(prefix)
-            }
-            for key, x in moments.items():
-                if key != "step":
-                    moments[key] = self.strategy.shard_like(x, p)
-                elif not x.is_floating_point():
-                    moments[key] = int(x)  # Adafactor counts steps in integers
-            if moments:
-                self.optimizer.state[p] = moments
-        for name, average in self.average.items():
-            average.copy_(self.strategy.shard_like(tensors[f"average/{name}"], average))
+    def load(self, folder: Path, index: Index) -> None:
+        """Restore what `tensors` returned, on any mesh and with any number of micro-batches.
+
+        folder, index: of a checkpoint. Each rank reads its shards.
+        """
+        from transformer_vq.parallel.storage import load_shards  # takes a second to import
+
+        found = {f"model/{name}": x for name, x in self.strategy.model_tensors().items()}
+        found |= {f"average/{name}": x for name, x in self.average.items()}
+        moments: dict[str, dict[str, Any]] = {}
+        states: dict[str, Any] = {}
+        for name, entry in index.items():
+            kind, _, rest = name.partition("/")
+            dtype = getattr(torch, entry["dtype"])
+            if kind == "rng":
+                found[name] = torch.zeros(entry["shape"], dtype=dtype)
+            elif kind == "optimizer":
+                parameter, key = rest.split("/")
+                p = self.strategy.parameters[parameter]
+                found[name] = self.strategy.empty_like(p, entry["shape"], dtype)
+                moments.setdefault(parameter, {})[key] = found[name]
+            elif kind.startswith("state"):
+                states[name] = entry
         n_parts = self.config.train.accumulate
-        states = split_states(tensors, n_parts)
+        is_same = len({name.partition("/")[0] for name in states}) == n_parts
+        if is_same:
+            states = self.strategy.empty_state(states)
+        else:  # rows move to other ranks: every rank reads them all
+            states = {
+                name: torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+                for name, entry in states.items()
+            }
+        found |= self.strategy.shard_state(states) if is_same else states
+        load_shards(folder, index, found, self.world.checkpoint_group)
+        self.strategy.release_gathered()
+        for name, values in moments.items():
+            if not values["step"].is_floating_point():
+                values["step"] = int(values["step"])  # Adafactor counts steps in integers
+            self.optimizer.state[self.strategy.parameters[name]] = values
+        if not is_same:
+            states = self.strategy.own_state(split_states(states, n_parts))
         self.carried = [
-            self.strategy.shard_state(states, f"state{i}").to(self.device)
+            ModelState.from_tensors(states, f"state{i}").to(self.device)
             for i in range(n_parts if states else 0)
         ]
-        torch.set_rng_state(tensors["rng/cpu"])
-        if "rng/cuda" in tensors and self.device.type == "cuda":
-            torch.cuda.set_rng_state(tensors["rng/cuda"], self.device)
+        torch.set_rng_state(found["rng/cpu"])
+        if "rng/cuda" in found and self.device.type == "cuda":
+            torch.cuda.set_rng_state(found["rng/cuda"], self.device)
 
 
 def split_states(tensors: dict[str, Tensor], n_parts: int) -> dict[str, Tensor]:

@@ -1,0 +1,206 @@
+"""Checkpoints of torch.distributed.checkpoint, in the format of `shards`.
+
+The library plans which rank writes which part of a tensor, and which parts of which files a rank
+needs on another mesh. Its own files are pickled, so what is here writes and reads others.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from transformer_vq.files import (
+    file_digest,
+    partial_path,
+    remove,
+    write_json,
+    write_safetensors,
+)
+from transformer_vq.parallel.shards import INDEX, Index, part_name, read_part
+
+Publish = Callable[[Path, dict[str, str]], None]
+"""Receives the folder with all files, and their digests; called on one rank."""
+
+
+def save_shards(
+    folder: Path,
+    tensors: dict[str, Tensor],
+    publish: Publish,
+    group: dist.ProcessGroup | None,
+    in_background: bool = False,
+) -> Callable[[], None]:
+    """Write this rank's parts of tensors, with all ranks of a group; plain tensors are equal there.
+
+    folder: to be published; files are written to a temporary folder next to it. group: None for a
+    single process. in_background: return after the tensors are copied. Returns a function that
+    waits for the files and raises OSError if they could not be written.
+    """
+    _ignore_warnings()
+    writer = ShardWriter(folder, publish)
+    options: dict[str, Any] = {"storage_writer": writer, "process_group": group}
+    options["no_dist"] = group is None
+
+    def guarded(work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except (CheckpointException, OSError) as error:
+            if writer.partial is not None:
+                remove(writer.partial)
+            causes = getattr(error, "failures", {0: (error, None)}).values()
+            raise OSError("; ".join(sorted({str(cause) for cause, _ in causes}))) from error
+
+    if not in_background:
+        guarded(lambda: save(tensors, **options))
+        return lambda: None
+    future: Any = async_save(tensors, **options)
+    return lambda: guarded(future.result)
+
+
+def load_shards(
+    folder: Path, index: Index, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
+) -> None:
+    """Fill this rank's parts of tensors in place, whatever the mesh that wrote them."""
+    _ignore_warnings()
+    reader = ShardReader(folder, index)
+    load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+def _ignore_warnings() -> None:
+    """Ignore the warning that there is a single process, which is intended."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+class ShardWriter(StorageWriter):
+    """Writes one safetensors file per rank, then the index."""
+
+    def __init__(self, folder: Path, publish: Publish) -> None:
+        self.folder, self.publish = folder, publish
+        self.partial: Path | None = None
+        """The temporary folder, on the rank that creates it."""
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On one rank: create the temporary folder, and name the file of each rank."""
+        self.partial = partial_path(self.folder)
+        self.partial.mkdir(parents=True)
+        names = [f"shard-{i:05d}.safetensors" for i in range(len(plans))]
+        paths = [self.partial / name for name in names]
+        return [replace(p, storage_data=path) for p, path in zip(plans, paths, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """On every rank: write its file."""
+        path: Path = plan.storage_data
+        parts: dict[str, Any] = {}
+        for item in plan.items:
+            about = item.tensor_data
+            assert about is not None
+            part = {"shape": about.chunk.sizes, "offset": about.chunk.offsets}
+            parts[part_name(item.index.fqn, part, about.size)] = planner.resolve_data(item)
+        results: list[WriteResult] = []
+        if parts:
+            write_safetensors(path, parts)
+            stored = (path.name, file_digest(path))
+            results = [WriteResult(item.index, 0, stored) for item in plan.items]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On one rank: write the index, and publish the folder."""
+        assert self.partial is not None
+        written = [result for of_rank in results for result in of_rank]
+        files = {(r.index.fqn, r.index.offset): r.storage_data[0] for r in written}
+        index: Index = {}
+        for name, about in metadata.state_dict_metadata.items():
+            assert isinstance(about, TensorStorageMetadata)
+            parts = [
+                {
+                    "offset": list(chunk.offsets),
+                    "shape": list(chunk.sizes),
+                    "file": files[name, chunk.offsets],
+                }
+                for chunk in about.chunks
+            ]
+            dtype = str(about.properties.dtype).removeprefix("torch.")
+            index[name] = {"dtype": dtype, "shape": list(about.size), "parts": parts}
+        write_json(self.partial / INDEX, {"tensors": index})
+        self.publish(self.partial, dict(r.storage_data for r in written))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class ShardReader(StorageReader):
+    """Reads the parts that this rank needs, one at a time."""
+
+    def __init__(self, folder: Path, index: Index) -> None:
+        self.folder, self.index = folder, index
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        about: dict[str, Any] = {}
+        stored = {}
+        for name, entry in self.index.items():
+            chunks = []
+            for part in entry["parts"]:
+                offset, shape = torch.Size(part["offset"]), torch.Size(part["shape"])
+                chunks.append(ChunkStorageMetadata(offset, shape))
+                key = part_name(name, part, entry["shape"])
+                stored[MetadataIndex(name, offset)] = (self.folder / part["file"], key)
+            dtype = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+            about[name] = TensorStorageMetadata(dtype, torch.Size(entry["shape"]), chunks)
+        return Metadata(about, storage_data=stored)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        self.stored = metadata.storage_data
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """On every rank: read its parts, one at a time."""
+        for item in plan.items:
+            path, key = self.stored[item.storage_index]
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(read_part(path, key, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True

@@ -8,6 +8,7 @@ import signal
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -292,10 +293,10 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, n: int, number: int = signa
     """Send a signal to this process during step n."""
     train_step = Trainer.step
 
-    def and_signal(self: Trainer, batch: Batch, step: int, begins: bool, ends: bool) -> StepResult:
+    def and_signal(self: Trainer, batch: Batch, step: int, **options: Any) -> StepResult:
         if step == n:
             os.kill(os.getpid(), number)
-        return train_step(self, batch, step, begins, ends)
+        return train_step(self, batch, step, **options)
 
     monkeypatch.setattr(Trainer, "step", and_signal)
 

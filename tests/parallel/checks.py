@@ -442,10 +442,10 @@ def stop_after(n_steps, run):
     """Call `run` and send SIGTERM to the last rank during step n_steps."""
     train_step = Trainer.step
 
-    def and_signal(self, batch, step, begins, ends):
+    def and_signal(self, batch, step, **options):
         if step == n_steps - 1 and dist.get_rank() == dist.get_world_size() - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(self, batch, step, begins, ends)
+        return train_step(self, batch, step, **options)
 
     Trainer.step = and_signal
     try:

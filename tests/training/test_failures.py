@@ -103,11 +103,11 @@ def test_resume_after_a_full_disk_gives_the_same_losses(tmp_path, monkeypatch, c
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_checkpoints(tmp_path, monkeypatch):
     train_step = Trainer.step
 
-    def broken(self, batch, step, begins, ends):
+    def broken(self, batch, step, **options):
         if step == 7:
             with torch.no_grad():
                 self.model.embed.weight.fill_(float("nan"))
-        return train_step(self, batch, step, begins, ends)
+        return train_step(self, batch, step, **options)
 
     monkeypatch.setattr(Trainer, "step", broken)
     with pytest.raises(TrainingError, match=r"step 8 is not finite.*the last checkpoint is step 6"):
@@ -125,10 +125,10 @@ def deferred(monkeypatch):
     """
     train_step, hooks = Trainer.step, SimpleNamespace(before={}, after={})
 
-    def step_on_gpu(self, batch, step, begins, ends):
+    def step_on_gpu(self, batch, step, **options):
         self.checks_each_step = False
         hooks.before.get(step, lambda _: None)(self.model)
-        result = train_step(self, batch, step, begins, ends)
+        result = train_step(self, batch, step, **options)
         hooks.after.get(step, lambda _: None)(self.model)
         return result
 

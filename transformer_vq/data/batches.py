@@ -9,7 +9,7 @@ needs the step number only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -115,15 +115,21 @@ class TrainingBatches:
         return step % self.n_spans == 0
 
     def __getitem__(self, step: int) -> Batch:
+        return self.read(step, range(self.batch_size))[0]
+
+    def read(self, step: int, rows: Sequence[int]) -> tuple[Batch, int]:
+        """Return some rows of the batch of a step, and the number of targets of all rows."""
         number, span = divmod(step, self.n_spans)
-        first = number * self.batch_size
+        first, offset = number * self.batch_size, span * self.backprop_len
         sequences = [self._sequence(n) for n in range(first, first + self.batch_size)]
         starts = np.array(sequences) * self.seq_len
         ends = np.minimum(starts + self.seq_len, len(self.split))
-        offset = span * self.backprop_len
-        return read_rows(
-            self.split, starts, ends, offset, self.backprop_len, self._with_document_ids
+        n_targets = int((ends - starts - offset).clip(0, self.backprop_len).sum())
+        own = list(rows)
+        batch = read_rows(
+            self.split, starts[own], ends[own], offset, self.backprop_len, self._with_document_ids
         )
+        return batch, n_targets
 
     def _sequence(self, position: int) -> int:
         """Return the sequence at a position in the order of the run; batches may span epochs."""

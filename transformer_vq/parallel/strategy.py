@@ -6,9 +6,10 @@ depend on the mesh, up to rounding and dropout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -114,18 +115,25 @@ class ParallelStrategy:
         self.parameters = dict(model.named_parameters())
         """The parameters for the optimizer: DTensors, unless there is a single process."""
 
+    @cached_property
+    def rows(self) -> list[int]:
+        """The rows of a batch that this rank processes, in the order of the micro-batches."""
+        n_parts, n_ranks = self.config.train.accumulate, self.world.size("rows")
+        n_rows = self.config.train.batch_size // (n_parts * n_ranks)
+        firsts = [(i * n_ranks + self.world.rank("rows")) * n_rows for i in range(n_parts)]
+        return [first + i for first in firsts for i in range(n_rows)]
+
     # One training step: micro_batch -> forward -> backward -> carry, then the sums.
 
     def micro_batch(self, batch: Batch, step: int, index: int, state: ModelState) -> MicroBatch:
         """Return this rank's part of one of `train.accumulate` micro-batches.
 
-        batch: the batch of all ranks. state: that of this rank's rows before the span. The backward
-        pass of the last one averages the gradients.
+        batch: the `rows` of this rank. state: that before the span. The backward pass of the last
+        one averages the gradients.
         """
-        n_parts, n_ranks = self.config.train.accumulate, self.world.size("rows")
-        n_rows = batch.tokens.shape[0] // (n_parts * n_ranks)
-        first = (index * n_ranks + self.world.rank("rows")) * n_rows
-        rows = batch.map(lambda x: x[first : first + n_rows])
+        n_parts = self.config.train.accumulate
+        n_rows = len(self.rows) // n_parts
+        rows = batch.map(lambda x: x[index * n_rows : (index + 1) * n_rows])
         rank, size = self.world.rank("cp"), self.world.size("cp")
         # Counted on the host: reading a number from a GPU would wait for it.
         n_targets = own_columns(rows, rank, size).n_targets
@@ -232,22 +240,6 @@ class ParallelStrategy:
         """Return a full tensor of the optimizer; all ranks must call this together."""
         full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x  # a DTensor
         return full
-
-    def empty_like(self, p: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return zeros for a tensor of the optimizer that belongs to parameter p.
-
-        It is sharded like p if it has the same shape, else replicated. Numbers stay on the CPU.
-        """
-        if tuple(shape) == tuple(p.shape):
-            return torch.zeros_like(p.detach(), dtype=dtype)
-        x = torch.zeros(tuple(shape), dtype=dtype, device=p.device if shape else None)
-        if self.world.is_single_process or not shape:
-            return x
-        from torch.distributed.tensor import DTensor, Replicate
-
-        assert isinstance(p, DTensor)
-        replicated = [Replicate()] * p.device_mesh.ndim
-        return DTensor.from_local(x, p.device_mesh, replicated, run_check=False)
 
     def shard_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Mark the tensors of this rank's rows of a state as shards. tensors: named by field."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 
 from transformer_vq.config import RunConfig
-from transformer_vq.data.batches import TrainingBatches
+from transformer_vq.data.batches import Batch, TrainingBatches
 from transformer_vq.data.corpus import Corpus
 from transformer_vq.device import HostCopy
 from transformer_vq.errors import TrainingError
@@ -61,6 +62,8 @@ class TrainingLoop:
         self._mfu_per_token = mfu_per_token(config, trainer.world)
         self._note = ""
         self._saved_at = self._checked_at = progress.step
+        self._reader = ThreadPoolExecutor(1, "batches")
+        self._read_ahead: Future[tuple[Batch, int]] | None = None  # the next batch
         self._pending: Callable[[], None] | None = None  # waits for a checkpoint
         self._unlogged: list[float] = []  # seconds of each step since the last logged one
 
@@ -68,6 +71,7 @@ class TrainingLoop:
         """Train until the last step or a signal."""
         train, world, progress = self.config.train, self.trainer.world, self.progress
         with (
+            self._reader,
             StopRequest() as stop,
             closing(MetricsLog(self.folder, self.config, progress.step, world.is_rank_zero)) as log,
             progress_bar(self.folder.name, train.steps, "steps", progress.step) as advance,
@@ -111,7 +115,7 @@ class TrainingLoop:
         On a GPU, losses are read only when they are logged: reading them waits for the GPU.
         """
         start, step = time.perf_counter(), self.progress.step
-        batch = self.batches[step]
+        batch, n_targets = self._next_batch()
         is_logged = (step + 1) % self.config.train.log_every == 0
         try:
             result = self.trainer.step(
@@ -119,6 +123,7 @@ class TrainingLoop:
                 step,
                 begins=self.batches.starts_sequences(step),
                 ends=self.batches.starts_sequences(step + 1),
+                n_targets=n_targets,
             )
             if is_logged:
                 health = _health(result)  # before the check, so that the host waits once
@@ -130,6 +135,17 @@ class TrainingLoop:
         if is_logged:
             self._log(log, result, _mean_health(health))
         return self._note
+
+    def _next_batch(self) -> tuple[Batch, int]:
+        """Return this rank's rows of the next batch; those after it are read on another thread."""
+        step, rows = self.progress.step, self.trainer.strategy.rows
+        if self._read_ahead is None:
+            self._read_ahead = self._reader.submit(self.batches.read, step, rows)
+        found = self._read_ahead.result()
+        self._read_ahead = None
+        if step + 1 < self.config.train.steps:
+            self._read_ahead = self._reader.submit(self.batches.read, step + 1, rows)
+        return found
 
     def _log(self, log: MetricsLog, result: StepResult, codes: dict[str, float]) -> None:
         """Write a row of metrics.jsonl and the note of the progress bar; does not wait for a GPU.

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from transformer_vq.config import OptimConfig
@@ -115,9 +116,12 @@ class Muon(AdamW):
         state["step"] += 1
         momentum: Tensor = state["momentum"]
         momentum.lerp_(grad, 1 - self.momentum)
-        update = orthogonalize(torch.lerp(grad, momentum, self.momentum))  # Nesterov
-        p.mul_(1 - group["decay_per_step"])
-        p.sub_(update, alpha=group["lr"] * self.adamw_rms * max(p.shape) ** 0.5)
+        shard, update = Shard(p), torch.lerp(grad, momentum, self.momentum)  # Nesterov
+        # One message per matrix; the iteration itself would need several.
+        update = orthogonalize(update.full_tensor() if is_sharded(update) else update)
+        shard.local.mul_(1 - group["decay_per_step"])
+        size = group["lr"] * self.adamw_rms * max(p.shape) ** 0.5
+        shard.local.sub_(update[shard.slices], alpha=size)
 
 
 def orthogonalize(x: Tensor) -> Tensor:
@@ -158,43 +162,135 @@ class Adafactor(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None if closure is None else closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    update = self._direction(p, self.state[p], group)
-                    scale = _rms(p).clamp(min=self.min_scale)
-                    p.mul_(1 - group["decay_per_step"])
-                    p.sub_(update * (group["lr"] * scale))
+        updates = [
+            (p, group) for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        if any(is_sharded(p) for p, _ in updates):
+            self._update(updates)  # all at once, in two messages
+        else:
+            for update in updates:  # one at a time, in less memory
+                self._update([update])
         return loss
 
-    def _direction(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        """Return the normalized gradient of `p`, clipped to an RMS of `update_clip`.
+    def _update(self, parameters: list[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Update parameters, each given with its group."""
+        shards = [Shard(p) for p, _ in parameters]
+        grads = [Shard(p.grad).local for p, _ in parameters]
+        squares = [grad.square() + 1e-30 for grad in grads]
+        axes = [_factored_axes(p, self.min_factored) for p, _ in parameters]
+        wanted: list[tuple[Shard, Tensor, int | None]] = []
+        for shard, squared, factored in zip(shards, squares, axes, strict=True):
+            wanted.append((shard, shard.local.square(), None))
+            wanted += [(shard, squared, axis) for axis in reversed(factored or ())]
+        found = iter(means(wanted))
+        scales, updates = [], []
+        for (p, _), shard, grad, squared, factored in zip(
+            parameters, shards, grads, squares, axes, strict=True
+        ):
+            scales.append(next(found).sqrt().clamp(min=self.min_scale))
+            factors = None if factored is None else (next(found), next(found))
+            updates.append(self._direction(p, shard, grad, squared, factored, factors))
+        sizes = means(
+            [(shard, update.square(), None) for shard, update in zip(shards, updates, strict=True)]
+        )
+        for (_, group), shard, update, size, scale in zip(
+            parameters, shards, updates, sizes, scales, strict=True
+        ):
+            clipped = update / (size.sqrt() / group["update_clip"]).clamp(min=1)
+            shard.local.mul_(1 - group["decay_per_step"])
+            shard.local.sub_(clipped * (group["lr"] * scale))
 
-        The gradient is divided by the root of its second moment, which is updated in `state`.
+    def _direction(
+        self,
+        p: Tensor,
+        shard: Shard,
+        grad: Tensor,
+        squared: Tensor,
+        axes: tuple[int, int] | None,
+        factors: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Return the gradient divided by the root of its second moment, which is updated.
+
+        squared: of the gradient; factors: its means over the columns and over the rows.
         """
-        squared = p.grad.square() + 1e-30  # type: ignore[union-attr]
-        axes = _factored_axes(p, self.min_factored)
+        state = self.state[p]
         if not state:
             state["step"] = 0
-            if axes is None:
+            if factors is None:
                 state["v"] = torch.zeros_like(p)
             else:
-                state["v_row"] = torch.zeros_like(squared.mean(axes[1]))
-                state["v_col"] = torch.zeros_like(squared.mean(axes[0]))
+                state["v_row"], state["v_col"] = map(torch.zeros_like, factors)
         state["step"] += 1
         beta2 = 1 - state["step"] ** -0.8
-        if axes is None:
-            state["v"].lerp_(squared, 1 - beta2)
-            update = p.grad * state["v"].rsqrt()
+        if axes is None or factors is None:
+            v = Shard(state["v"]).local
+            v.lerp_(squared, 1 - beta2)
+            return grad * v.rsqrt()
+        row, col = axes
+        state["v_row"].lerp_(factors[0], 1 - beta2)
+        state["v_col"].lerp_(factors[1], 1 - beta2)
+        # The second moment is estimated by the outer product of the two over their mean.
+        v_row, v_col = state["v_row"].unsqueeze(col), state["v_col"].unsqueeze(row)
+        by_row = (v_row / v_row.mean(row, keepdim=True)).rsqrt()
+        slices = shard.slices
+        own_row = by_row[_with(slices, col, slice(None))]
+        own_col = v_col.rsqrt()[_with(slices, row, slice(None))]
+        update: Tensor = grad * own_row * own_col
+        return update
+
+
+def is_sharded(x: Tensor) -> TypeGuard[Any]:
+    """Return whether x is a DTensor, whose module takes a second to load."""
+    return hasattr(x, "to_local")
+
+
+class Shard:
+    """This rank's part of a tensor; all of it if the tensor is not sharded."""
+
+    def __init__(self, x: Any) -> None:
+        self.shape: torch.Size = x.shape
+        self.local: Tensor = x
+        self.slices: tuple[slice, ...] = (slice(None),) * x.ndim
+        self.n_copies = 1
+        """Number of ranks with the same part."""
+        if is_sharded(x):
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            mesh, placements = x.device_mesh, x.placements
+            shape, offset = compute_local_shape_and_global_offset(x.shape, mesh, placements)
+            self.local = x.to_local()
+            self.slices = tuple(slice(i, i + n) for i, n in zip(offset, shape, strict=True))
+            sizes = zip(placements, mesh.shape, strict=True)
+            self.n_copies = math.prod(n for placement, n in sizes if placement.is_replicate())
+
+
+def means(wanted: list[tuple[Shard, Tensor, int | None]]) -> list[Tensor]:
+    """Return the mean of each tensor over one axis, or over all; one all-reduce for all of them.
+
+    wanted: a shard, values for its elements, and the axis.
+    """
+    if all(shard.local.shape == shard.shape and shard.n_copies == 1 for shard, _, _ in wanted):
+        return [x.mean() if axis is None else x.mean(axis) for _, x, axis in wanted]
+    found = []
+    for shard, x, axis in wanted:
+        shape, slices = list(shard.shape), list(shard.slices)
+        n = shard.shape.numel() if axis is None else shape.pop(axis)
+        if axis is None:
+            shape, slices = [], []
         else:
-            row, col = axes
-            state["v_row"].lerp_(squared.mean(col), 1 - beta2)
-            state["v_col"].lerp_(squared.mean(row), 1 - beta2)
-            # The second moment is estimated by the outer product of the two over their mean.
-            v_row, v_col = state["v_row"].unsqueeze(col), state["v_col"].unsqueeze(row)
-            update = p.grad * (v_row / v_row.mean(row, keepdim=True)).rsqrt() * v_col.rsqrt()
-        clipped: Tensor = update / (_rms(update) / group["update_clip"]).clamp(min=1)
-        return clipped
+            slices.pop(axis)
+        mean = x.new_zeros(shape)
+        total = x.sum() if axis is None else x.sum(axis)
+        mean[tuple(slices)] = total / (n * shard.n_copies)
+        found.append(mean)
+    flat = torch.cat([x.flatten() for x in found])
+    dist.all_reduce(flat)
+    parts = flat.split([x.numel() for x in found])
+    return [part.view_as(x) for part, x in zip(parts, found, strict=True)]
+
+
+def _with(slices: tuple[slice, ...], axis: int, value: slice) -> tuple[slice, ...]:
+    return (*slices[:axis], value, *slices[axis + 1 :])
 
 
 def _factored_axes(p: Tensor, min_factored: int) -> tuple[int, int] | None:
@@ -206,7 +302,3 @@ def _factored_axes(p: Tensor, min_factored: int) -> tuple[int, int] | None:
         return None
     *_, second, largest = sorted(range(p.ndim), key=lambda axis: p.shape[axis])
     return (second, largest) if p.shape[second] >= min_factored else None
-
-
-def _rms(x: Tensor) -> Tensor:
-    return x.square().mean().sqrt()

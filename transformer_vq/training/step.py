@@ -120,21 +120,32 @@ class Trainer:
         if config.train.precision == "bf16" and not has_fast_bf16(device):
             warn(f"{device} emulates bf16; --train.precision fp32 is several times faster")
 
-    def step(self, batch: Batch, step: int, begins: bool, ends: bool = False) -> StepResult:
+    def step(
+        self,
+        batch: Batch,
+        step: int,
+        begins: bool,
+        ends: bool = False,
+        n_targets: int | None = None,
+    ) -> StepResult:
         """Take one optimizer step on one span of the sequences of `batch`.
 
-        batch: that of all ranks; each rank processes its part. step: number of steps already taken.
-        begins, ends: whether the spans are the first and the last of their sequences.
+        batch: that of all ranks; or the `strategy.rows` of this rank, if n_targets of all ranks is
+        given. step: number of steps already taken. begins, ends: whether the spans are the first
+        and the last of their sequences.
         On a CPU, raises NotFiniteError, before any weight changes, if the loss or a gradient is not
         finite. On a GPU, call `check_finite` from time to time, and before anything is saved.
         """
-        n_parts = self.config.train.accumulate
+        n_parts, rows = self.config.train.accumulate, self.strategy.rows
+        if n_targets is None:
+            n_targets = batch.n_targets
+            batch = batch.map(lambda x: x[rows])
+        n_targets = max(n_targets, 1)
         if begins:
-            n_rows = batch.tokens.shape[0] // (n_parts * self.world.size("rows"))
+            n_rows = len(rows) // n_parts
             self.carried = [self.model.init_state(n_rows) for _ in range(n_parts)]
         if self.model.uses_candidates:
             batch = replace(batch, key_priority=self._key_priority(batch, step))
-        n_targets = max(batch.n_targets, 1)
         losses: list[Tensor] = []
         usages: tuple[CodeUsage, ...] | None = None
         self.optimizer.zero_grad(set_to_none=True)
@@ -168,7 +179,8 @@ class Trainer:
     def _key_priority(self, batch: Batch, step: int) -> Tensor:
         """Draw priorities for the full batch, so the same keys are chosen on every mesh."""
         generator = np.random.default_rng([self.config.train.seed, step, 1])
-        return torch.from_numpy(generator.integers(2**62, size=tuple(batch.tokens.shape)))
+        shape = (self.config.train.batch_size, batch.tokens.shape[1])
+        return torch.from_numpy(generator.integers(2**62, size=shape))[self.strategy.rows]
 
     def _clip_gradients(self) -> Tensor:
         """Clip the global gradient norm; return the norm before clipping."""
@@ -275,8 +287,12 @@ class Trainer:
                 found[name] = torch.zeros(entry["shape"], dtype=dtype)
             elif kind == "optimizer":
                 parameter, key = rest.split("/")
-                p = self.strategy.parameters[parameter]
-                found[name] = self.strategy.empty_like(p, entry["shape"], dtype)
+                p = self.strategy.parameters[parameter].detach()
+                if tuple(entry["shape"]) == tuple(p.shape):
+                    found[name] = torch.zeros_like(p, dtype=dtype)  # sharded like p
+                else:  # numbers stay on the CPU
+                    device = p.device if entry["shape"] else None
+                    found[name] = torch.zeros(entry["shape"], dtype=dtype, device=device)
                 moments.setdefault(parameter, {})[key] = found[name]
             elif kind.startswith("state"):
                 states[name] = entry

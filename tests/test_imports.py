@@ -1,8 +1,6 @@
 """The direction of imports: nothing imports from a layer to its right."""
 
 import ast
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -62,11 +60,6 @@ def test_every_public_name_exists():
     assert set(transformer_vq.__all__) == set(transformer_vq._MODULE_OF)
     for name in transformer_vq.__all__:
         assert hasattr(transformer_vq, name)
-
-
-def test_the_command_line_is_importable_without_torch():
-    program = "import sys, transformer_vq.cli; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_errors_name_the_extras_of_the_project():

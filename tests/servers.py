@@ -97,16 +97,16 @@ def an_endless_service(folder, **more):
     return a_service(folder, a_model(vocab_size=256), ByteTokenizer(), **more)
 
 
-def a_run(folder, data=None, **sizes):
-    """Write a run folder with a small random model; return it."""
-    sizes = {"vocab_size": 256, "d_model": 16, "n_layer": 1, "d_k": 8, "n_code": 8} | sizes
-    model = ModelConfig(**{"block_len": 8} | sizes)
-    data = data or DataConfig(end_of_document=False)
-    config = RunConfig(model, data, train=TrainConfig(steps=1))
+def a_run(folder, data=None, train=None, tokenizer=None, **sizes):
+    """Write a run folder with a small random model; return it. By default, texts have no end."""
+    tokenizer = tokenizer or ByteTokenizer()
+    sizes = {"vocab_size": tokenizer.vocab_size, "d_model": 16, "n_layer": 1, "d_k": 8} | sizes
+    model = ModelConfig(**{"n_code": 8, "block_len": 8} | sizes)
+    data = data or DataConfig(end_of_document=tokenizer.eod is not None)
     (folder / "best").mkdir(parents=True)
-    write_config(folder, config, ByteTokenizer())
+    write_config(folder, RunConfig(model, data, train=train or TrainConfig(steps=1)), tokenizer)
     torch.manual_seed(0)
-    TransformerVQ(model).save(folder / "best" / "model.safetensors")
+    TransformerVQ(model).save(folder / "best" / "model.safetensors", step="2")
     return folder
 
 

@@ -64,12 +64,6 @@ def test_saved_and_loaded_model_gives_identical_logits(tmp_path, changes):
     model = TransformerVQForCausalLM.from_core(core)
     assert torch.equal(model(TOKENS).logits, core(TOKENS).logits)
     model.save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "transformer_vq_classes.py",
-    }
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert isinstance(loaded, TransformerVQForCausalLM)
     assert torch.equal(loaded(TOKENS).logits, core(TOKENS).logits)

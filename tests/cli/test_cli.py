@@ -3,10 +3,8 @@
 import json
 import math
 import re
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from cli_sandbox import short_message
@@ -14,7 +12,6 @@ from helpers import tiny_run
 
 from transformer_vq.cli.main import main
 from transformer_vq.files import read_object
-from transformer_vq.training.metrics import read_metrics
 
 TINY = {
     "model": ("vocab_size", "d_model", "n_layer", "d_k", "n_code", "block_len"),
@@ -161,25 +158,6 @@ def test_missing_runs_and_changed_settings_are_rejected(run, tmp_path, capsys):
     assert "no checkpoint" in user_error(capsys, "eval", run, "--checkpoint", "77")
     after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"}
     assert after.items() <= before.items()
-
-
-@pytest.mark.slow
-def test_signal_stops_training_and_prints_the_resume_command(tmp_path):
-    """Use a subprocess, as users do; other signals are tested in training/test_signals.py."""
-    run, number = tmp_path / "run", signal.SIGINT
-    command = [sys.executable, "-m", "transformer_vq", "train", "tiny", *options(tmp_path)]
-    command += ["--train.steps", "100000", "--out", str(run)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while len(read_metrics(run)) < 3 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number
-    assert f"continue with: tvq resume {run}" in out
-    assert "Traceback" not in err
-    steps = [row["step"] for row in read_metrics(run)]
-    assert (run / "checkpoints" / f"step-{steps[-1]:08d}").is_dir()
 
 
 def test_python_m_runs_the_command():

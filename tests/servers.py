@@ -111,14 +111,18 @@ def a_run(folder, data=None, train=None, tokenizer=None, **sizes):
 
 
 @contextmanager
-def serving(run, store, *options, log=None, max_files=None):
-    """Start `tvq serve` in a subprocess; yield a client. max_files: hard limit of open files."""
+def serving(run, store, *options, log=None, max_files=None, api_key=None):
+    """Start `tvq serve` in a subprocess; yield a client.
+
+    max_files: hard limit of open files. api_key: in the environment.
+    """
 
     def limit():
         if max_files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
 
     given = {name: x for name, x in os.environ.items() if name != "TVQ_API_KEY"}
+    given |= {} if api_key is None else {"TVQ_API_KEY": api_key}
     command = [sys.executable, "-m", "transformer_vq", "serve", str(run), "--port", "0"]
     process = subprocess.Popen(
         [*command, "--store", str(store), *options],
@@ -130,7 +134,7 @@ def serving(run, store, *options, log=None, max_files=None):
     )
     try:
         port = int(re.search(r":(\d+)/", process.stdout.readline()).group(1))
-        yield Client("127.0.0.1", port)
+        yield Client("127.0.0.1", port, process)
     finally:
         process.terminate()
         process.wait()
@@ -157,6 +161,8 @@ class Client:
 
     host: str
     port: int
+    process: subprocess.Popen | None = None
+    """The server, if it is a process of its own."""
 
     @property
     def url(self):

@@ -20,13 +20,14 @@ import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.error import URLError
 
 import numpy as np
+import pytest
 import torch
 from command_lines import TINY
 from forked import Ended, import_commands, run_forked
+from helpers import interrupt_after
 
 import transformer_vq.demo
 from transformer_vq import doctor
@@ -35,7 +36,6 @@ from transformer_vq.cli import main as cli
 from transformer_vq.config_files import read_config_file
 from transformer_vq.doctor import Diagnosis
 from transformer_vq.serve import server
-from transformer_vq.training.step import Trainer
 
 LIMIT = 120.0  # seconds until a command is considered to hang
 MEMORY_GB = 4.0
@@ -90,17 +90,6 @@ class Sandbox:
 
     def _train_runs(self) -> None:
         """Train runs that are stopped after two of four steps."""
-
-        def stop_after_two() -> None:
-            train_step = Trainer.step
-
-            def and_stop(self: Trainer, batch: Any, step: int, **options: Any) -> Any:
-                if step == 1:
-                    os.kill(os.getpid(), signal.SIGINT)
-                return train_step(self, batch, step, **options)
-
-            Trainer.step = and_stop  # type: ignore[method-assign]
-
         bytes_ = [*TINY.split(), "--train.steps", "4", "--train.eval-every", "1"]
         books = ["--model.vocab-size", "270", "--data.dataset", "pg19", "--data.path", "books"]
         books += ["--data.tokenizer", "bpe"]
@@ -113,7 +102,7 @@ class Sandbox:
         }
         for name, options in runs.items():
             line = ["train", "tiny", *bytes_, *options, "--out", name]
-            self._must(128 + signal.SIGINT, line, stop_after_two)
+            self._must(128 + signal.SIGINT, line, lambda: interrupt_after(pytest.MonkeyPatch(), 1))
         for name in ("text-run", "full-run"):
             self._must(0, ["eval", name])
         self._must(0, ["sample", "text-run", "--tokens", "0", "--save-state", "state.safetensors"])

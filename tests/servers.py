@@ -97,28 +97,32 @@ def an_endless_service(folder, **more):
     return a_service(folder, a_model(vocab_size=256), ByteTokenizer(), **more)
 
 
-def a_run(folder, data=None, **sizes):
-    """Write a run folder with a small random model; return it."""
-    sizes = {"vocab_size": 256, "d_model": 16, "n_layer": 1, "d_k": 8, "n_code": 8} | sizes
-    model = ModelConfig(**{"block_len": 8} | sizes)
-    data = data or DataConfig(end_of_document=False)
-    config = RunConfig(model, data, train=TrainConfig(steps=1))
+def a_run(folder, data=None, train=None, tokenizer=None, **sizes):
+    """Write a run folder with a small random model; return it. By default, texts have no end."""
+    tokenizer = tokenizer or ByteTokenizer()
+    sizes = {"vocab_size": tokenizer.vocab_size, "d_model": 16, "n_layer": 1, "d_k": 8} | sizes
+    model = ModelConfig(**{"n_code": 8, "block_len": 8} | sizes)
+    data = data or DataConfig(end_of_document=tokenizer.eod is not None)
     (folder / "best").mkdir(parents=True)
-    write_config(folder, config, ByteTokenizer())
+    write_config(folder, RunConfig(model, data, train=train or TrainConfig(steps=1)), tokenizer)
     torch.manual_seed(0)
-    TransformerVQ(model).save(folder / "best" / "model.safetensors")
+    TransformerVQ(model).save(folder / "best" / "model.safetensors", step="2")
     return folder
 
 
 @contextmanager
-def serving(run, store, *options, log=None, max_files=None):
-    """Start `tvq serve` in a subprocess; yield a client. max_files: hard limit of open files."""
+def serving(run, store, *options, log=None, max_files=None, api_key=None):
+    """Start `tvq serve` in a subprocess; yield a client.
+
+    max_files: hard limit of open files. api_key: in the environment.
+    """
 
     def limit():
         if max_files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
 
     given = {name: x for name, x in os.environ.items() if name != "TVQ_API_KEY"}
+    given |= {} if api_key is None else {"TVQ_API_KEY": api_key}
     command = [sys.executable, "-m", "transformer_vq", "serve", str(run), "--port", "0"]
     process = subprocess.Popen(
         [*command, "--store", str(store), *options],
@@ -130,7 +134,7 @@ def serving(run, store, *options, log=None, max_files=None):
     )
     try:
         port = int(re.search(r":(\d+)/", process.stdout.readline()).group(1))
-        yield Client("127.0.0.1", port)
+        yield Client("127.0.0.1", port, process)
     finally:
         process.terminate()
         process.wait()
@@ -157,6 +161,8 @@ class Client:
 
     host: str
     port: int
+    process: subprocess.Popen | None = None
+    """The server, if it is a process of its own."""
 
     @property
     def url(self):

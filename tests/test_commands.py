@@ -176,9 +176,3 @@ def test_blocks_run_in_order(page, folder, monkeypatch, capsys):
                     continue
                 for command in commands(code):
                     run(command, patch)
-
-
-@pytest.mark.parametrize("mistake", ["train tiny --quik", "train tyny"])
-def test_a_mistake_in_a_parsed_command_is_found(mistake, capsys):
-    with pytest.raises(AssertionError):
-        parse(["tvq", *mistake.split()], capsys)

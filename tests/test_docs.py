@@ -1,6 +1,5 @@
 """The pages of the project: links, paths, options, make targets, extras and navigation."""
 
-import ast
 import importlib.util
 import re
 import tomllib
@@ -82,19 +81,33 @@ def test_commands_options_targets_and_extras_exist(page):
     assert wrong == []
 
 
+@pytest.mark.parametrize("name", ["paper.md", "official.md"])
+def test_named_code_and_tests_exist(name):
+    """`path.py` `name` is in the package, `path.py::name` and `::name` are tests."""
+    named = re.findall(r"`([\w/]+\.py)?(?:::|` `)([\w.]+)`", (DOCS / name).read_text())
+    assert len(named) > 20
+    missing = []
+    for path, names in named:
+        file = ROOT / (path or "tests/test_official_differences.py")
+        text = (file if file.exists() else ROOT / "transformer_vq" / path).read_text()
+        for part in names.split("."):
+            if not re.search(rf"^ *(?:def |class )?{part}\b", text, re.M):
+                missing.append(f"{path} {part}")
+    assert missing == []
+
+
+def test_cpu_version_of_torch_is_the_pinned_one():
+    (pinned,) = re.findall(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.M)
+    for page in (ROOT / "README.md", DOCS / "getting-started.md"):
+        command = f"pip install {pinned} --index-url https://download.pytorch.org/whl/cpu"
+        assert command in page.read_text()
+
+
 def test_navigation_lists_every_page_once():
     config = (ROOT / "mkdocs.yml").read_text()
     listed = re.findall(r"^ +- .*: ([\w/.-]+\.md)$", config, flags=re.MULTILINE)
     pages = {str(page.relative_to(DOCS)) for page in SITE}
     assert sorted(listed) == sorted({*pages, "measurements/RESULTS.md"})
-
-
-def test_table_of_extras_agrees_with_the_project():
-    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", (DOCS / "getting-started.md").read_text(), re.M)
-    table = {extra: text for extra, text in rows if extra in EXTRAS}
-    assert table.keys() == EXTRAS.keys()
-    included = re.search(r"\[(.*)\]", EXTRAS["all"][0])[1].split(",")
-    assert set(re.findall(r"`(\w+)`", table["all"])) == EXTRAS.keys() - {*included, "all"}
 
 
 def test_api_page_documents_every_public_name():
@@ -108,36 +121,3 @@ def test_commands_page_is_up_to_date():
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     assert generate.PAGE.read_text() == generate.page(), "run `make docs`"
-
-
-KINDS = "Definition|Theorem|Corollary|Remark|Section|Table|Code"
-ROWS = re.findall(
-    rf"^\| ((?:{KINDS})s? [^|]*)\|([^|]*)\|([^|]*)\|$", (DOCS / "paper.md").read_text(), re.M
-)
-
-
-def names_in(path: Path) -> set[str]:
-    """Return the functions, classes, methods and constants that a file defines."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    found = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-    return found | {node.id for node in nodes if isinstance(node, ast.Name)}
-
-
-def test_paper_table_lists_every_numbered_statement():
-    named = " ".join(paper for paper, _, _ in ROWS)
-    numbers = set(re.findall(r"\d\.\d+", named))
-    assert numbers >= {f"2.{n}" for n in range(1, 9)} | {f"3.{n}" for n in range(1, 11)}
-    assert all(f"Code {n}" in named for n in range(1, 5))
-
-
-def test_paper_table_names_existing_code_and_tests():
-    missing = []
-    for _, code, test in ROWS:
-        named = re.findall(r"`([\w/]+\.py)`(?: `([\w.]+)`)?", code)
-        named += [tuple(test.strip(" `").partition("::")[::2])]
-        for path, name in named:
-            file = ROOT / path if (ROOT / path).exists() else ROOT / "transformer_vq" / path
-            parts = set(filter(None, name.split(".")))
-            if not file.is_file() or (parts and not parts <= names_in(file)):
-                missing.append(f"{path} {name}")
-    assert missing == []

@@ -69,12 +69,6 @@ def test_bins_are_bit_lengths():
     assert got.tolist() == [n.bit_length() - 1 for n in edges[:-1]]
 
 
-def test_without_words_there_is_no_word_perplexity():
-    result = score(Uniform(8), split([1, 2, 3]), seq_len=4)
-    assert result.word_perplexity is None
-    assert result.to_dict()["word_perplexity"] is None
-
-
 @pytest.mark.parametrize("attention", ["vq", "full"])
 @pytest.mark.parametrize(("span", "batch_size"), [(3, 2), (8, 1), (64, 8)])
 def test_windowed_is_a_fresh_state_every_seq_len_tokens(attention, span, batch_size):
@@ -117,6 +111,8 @@ def test_windowed_never_attends_across_documents():
 def test_the_start_of_a_split_counts_bytes_and_words_in_proportion():
     result = score(Uniform(8), random_split(40, n_bytes=80, words=20), seq_len=8, max_tokens=20)
     assert (result.tokens, result.bytes, result.words) == (20, 40, 10)
+    result = score(Uniform(8), split([1, 2, 3]), seq_len=4)  # without words
+    assert result.word_perplexity is result.to_dict()["word_perplexity"] is None
 
 
 def test_it_leaves_the_model_as_it_was():

@@ -34,11 +34,6 @@ def test_plot_run_writes_curves_and_a_figure_per_evaluation(tmp_path, attention)
     assert list(tmp_path.rglob(".*.partial")) == []
 
 
-def test_plot_run_rejects_a_folder_without_metrics(tmp_path):
-    with pytest.raises(UserError, match="has no metrics"):
-        plot_run(tmp_path)
-
-
 def test_plot_run_rejects_a_corrupt_evaluation(tmp_path):
     train(tiny_run(tmp_path, train={"steps": 1}), tmp_path / "run")
     (tmp_path / "run" / "evaluation-test.json").write_text("{}")

@@ -22,7 +22,12 @@ from transformer_vq.sizes import (
 from transformer_vq.training.optim import make_optimizer
 
 HEAD_TYPES = ("shga", "mqa", "mha", "gqa")
-GATED = [name for name, preset in PRESETS.items() if preset.model.head_type == "shga"]
+TOKENS = torch.zeros(3, 24, dtype=torch.int64)
+every_kind = pytest.mark.parametrize(
+    "kind",
+    [{"attention": "vq"}, {"attention": "vq", "compressive_cache": False}, {"attention": "full"}],
+    ids=["vq", "window", "full"],
+)
 
 
 def run_of(train=None, optim=None, **model):
@@ -39,37 +44,16 @@ def n_heads(config):
     return heads, {"mha": heads, "gqa": config.n_kv_head}.get(config.head_type, 1)
 
 
-@pytest.mark.parametrize("name", GATED)
-def test_flops_per_token_match_the_formula_of_the_paper(name):
-    config = PRESETS[name].model
-    d_model, d_k, d_v = config.d_model, config.d_k, 2 * config.d_model
-    n_code, window = config.n_code, 2 * config.block_len
-    gau = (
-        2 * d_model * (2 * d_k + 3 * d_v)  # projections
-        + 2 * n_code * d_k  # the nearest code
-        + 2 * (n_code + window) * d_k  # scores
-        + 2 * window * d_k  # positions
-        + 2 * (n_code + window) * d_v  # values
-    )
-    want = 2 * config.n_layer * gau + 2 * d_model * config.vocab_size
-    assert flops_per_token(config, 8192) == want
-    assert flops_per_token(config, 32) == want
-
-
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
-@pytest.mark.parametrize(
-    "kind",
-    [{"attention": "vq"}, {"attention": "vq", "compressive_cache": False}, {"attention": "full"}],
-    ids=["vq", "window", "full"],
-)
+@every_kind
 def test_flops_per_token_match_the_flops_counted_in_a_forward_pass(head_type, kind):
     # The serial reduction computes everything; the fast path skips an empty cache.
     config = tiny_config(head_type=head_type, **kind)
-    model, tokens = TransformerVQ(config, reduction="serial"), torch.zeros(3, 24, dtype=torch.int64)
+    model = TransformerVQ(config, reduction="serial")
     with FlopCounterMode(display=False) as counter:
-        model(tokens)
+        model(TOKENS)
     # All 24 keys are scored, including masked ones, which is the average over a sequence of 48.
-    want = tokens.numel() * flops_per_token(config, 48)
+    want = TOKENS.numel() * flops_per_token(config, 48)
     # The formula leaves out the projection of the sinusoids, once per batch. It has a positional
     # score for all 2 L keys, but the model computes one for each distance up to L.
     heads, kv_heads = n_heads(config)
@@ -78,27 +62,19 @@ def test_flops_per_token_match_the_flops_counted_in_a_forward_pass(head_type, ki
     n_attentions = len(model.init_state(1).layers)
     want += n_attentions * 2 * n_distances * config.d_model * kv_heads * config.d_k
     fewer = heads * 2 * (n_biased - n_distances) * config.d_k
-    want -= n_attentions * tokens.numel() * fewer
+    want -= n_attentions * TOKENS.numel() * fewer
     assert counter.get_total_flops() == want
 
 
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
-@pytest.mark.parametrize("compressive_cache", [True, False])
-def test_state_bytes_of_vq_attention_do_not_grow(head_type, compressive_cache):
-    config = run_of(head_type=head_type, compressive_cache=compressive_cache)
-    model = TransformerVQ(config.model).eval()
-    want = sizes(config).state_bytes
-    assert model.init_state(1).n_bytes == want
+@every_kind
+def test_state_bytes_are_those_after_a_complete_sequence(head_type, kind):
+    config = run_of(head_type=head_type, **kind)
+    model, want = TransformerVQ(config.model).eval(), sizes(config).state_bytes
     with torch.no_grad():
-        assert model(torch.zeros(1, 24, dtype=torch.int64)).state.n_bytes == want
-
-
-@pytest.mark.parametrize("head_type", HEAD_TYPES)
-def test_state_bytes_of_full_attention_are_those_after_a_complete_sequence(head_type):
-    config = run_of(head_type=head_type, attention="full")
-    with torch.no_grad():
-        state = TransformerVQ(config.model).eval()(torch.zeros(1, 24, dtype=torch.int64)).state
-    assert state.n_bytes == sizes(config).state_bytes
+        assert model(TOKENS[:1]).state.n_bytes == want
+    grows = model.init_state(1).n_bytes != want
+    assert grows == (config.model.attention == "full")
 
 
 LARGE = {"vocab_size": 130, "d_model": 128, "d_k": 128, "n_layer": 1}
@@ -186,9 +162,7 @@ def test_flops_grow_linearly_with_vq_attention_and_quadratically_with_full_atten
     ("name", "bf16", "fp32"),
     [
         ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
-        ("NVIDIA H100 80GB HBM3", 989e12, 67e12),
         ("NVIDIA H100 PCIe", 756e12, 51e12),
-        ("AMD Instinct MI300X", 1307e12, 163e12),
         ("NVIDIA A10G", None, None),
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None, None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None, None),
@@ -197,9 +171,6 @@ def test_flops_grow_linearly_with_vq_attention_and_quadratically_with_full_atten
 def test_peak_rates_are_found_by_the_complete_name(name, bf16, fp32):
     assert peak_rate(name, "bf16") == bf16
     assert peak_rate(name, "fp32") == fp32
-
-
-def test_tf32_raises_the_peak_rate_of_fp32():
     assert peak_rate("NVIDIA A100-SXM4-80GB", "fp32", tf32=True) == 156e12
 
 

@@ -48,14 +48,6 @@ def test_theorem_2_2_score_error_is_proportional_to_key_error():
         assert_close("score error", got, sigma**2 * least_key_error(k, codebook))
 
 
-def test_theorem_2_2_holds_in_expectation_for_random_queries():
-    k = torch.randn(N, D, dtype=torch.float64)
-    q = torch.randn(N, D, dtype=torch.float64)  # independent of k, E[q q^T] = I
-    codebook = torch.randn(S, D, dtype=torch.float64)
-    sampled = ((k - quantize(k, codebook)) * q).sum(-1).square().mean()
-    assert_close("expectation", sampled, least_key_error(k, codebook), tolerance=0.05)
-
-
 def test_corollary_2_3_nearest_codewords_minimize_the_score_error():
     k = torch.randn(500, D, dtype=torch.float64)
     codebook = torch.randn(S, D, dtype=torch.float64)

@@ -66,6 +66,7 @@ def succeed(sandbox, line, prepare=None):
         ("eval text-run --protocol streaming --seq-len 8", "--seq-len does not apply"),
         (f"eval text-run --seq-len {10**30}", "tvq: --seq-len 1"),
         ("export text-run", "Missing from tvq export: FOLDER"),
+        ("export text-run new-export --license a:b", "--license 'a:b': give a name"),
         ("prepare txt", "invalid choice 'txt'"),
         ("prepare text --path nothing", "nothing does not exist; give a file, a folder or a"),
         (
@@ -81,7 +82,14 @@ def succeed(sandbox, line, prepare=None):
         ("sample text-run --images image.png", "--images does not apply to text runs"),
         ("sample image-run --prompt hello", "--prompt does not apply to image runs"),
         ("sample image-run --images note.txt --keep 0.98", "note.txt"),
+        ("sample text-run --top-p 0", "--top-p 0.0"),
+        ("sample text-run --prompt a --prompt-file b", "not both"),
+        ("sample text-run --save-state nothing/state", "an existing folder"),
         ("sample text-run --load-state nothing", "nothing"),
+        ("serve text-run --port 0 --api-key=", "--api-key"),
+        ("serve text-run --port 0 --api-key=a\nb", "--api-key"),
+        ("serve text-run --port 0 --allow-hosts=http://example.org", "--allow-hosts"),
+        ("serve text-run --port 0 --client-timeout=nan", "--client-timeout"),
         ("sample text-run --prompt-file texts", "cannot use texts: Is a directory"),
         ("train \x1b[31m", "unknown preset"),
     ],
@@ -174,6 +182,12 @@ def test_prompt_is_read_from_a_pipe_or_stdin(sandbox):
     assert succeed(sandbox, f"{options} --prompt-file -", write) == from_file
     assert succeed(sandbox, f"{options} --prompt-file /dev/fd/0", write) == from_file
     assert succeed(sandbox, options) != from_file
+
+
+@pytest.mark.parametrize("key", ["", "\u00fc"])
+def test_key_in_the_environment_is_checked(sandbox, key):
+    line = "serve text-run --port 0"
+    assert "TVQ_API_KEY" in user_error(sandbox, line, lambda: os.environ.update(TVQ_API_KEY=key))
 
 
 def test_xdg_cache_home_is_the_default_cache(sandbox):

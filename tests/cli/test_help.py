@@ -2,7 +2,6 @@
 
 import os
 import re
-import resource
 import shlex
 import shutil
 import subprocess
@@ -11,11 +10,9 @@ import sys
 import pytest
 from test_cli import user_error
 
-from transformer_vq import PRESETS, __version__
-from transformer_vq.cli.arguments import parse
+from transformer_vq import __version__
 from transformer_vq.cli.main import COMMANDS, main
 from transformer_vq.cli.output import config_fields
-from transformer_vq.cli.train import TrainOptions
 from transformer_vq.config import FREE_FIELDS
 
 
@@ -70,22 +67,6 @@ def test_help_lists_the_settings_that_people_use_and_where_all_are(capsys, comma
 def test_help_of_resume_lists_only_options_that_may_change(capsys):
     names = listed(printed(capsys, "resume", "--help-all"))
     assert {name for name in names if "." in name} == as_options(FREE_FIELDS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [([], None), (["--train.compile"], True), (["--train.no-compile"], False)],
-)
-def test_an_option_that_may_be_none_is_a_pair_of_flags(arguments, expected):
-    tiny = TrainOptions(PRESETS["tiny"])
-    assert parse(TrainOptions, arguments, "train", tiny).run.train.compile is expected
-
-
-def test_help_is_fast():
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "transformer_vq"], stdout=subprocess.DEVNULL, check=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.4
 
 
 def test_help_and_usage_errors_do_not_import_torch(tmp_path):

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from transformer_vq.data.bpe import learn_bpe
 from transformer_vq.data.tokenizers import load_tokenizer
-from transformer_vq.errors import MissingExtraError
 
 SIZE = 330
 TOKENIZERS = {}
@@ -63,12 +62,6 @@ def test_a_vocabulary_that_is_too_large_reports_the_largest_size(tmp_path, text,
     largest = int(message.split()[-1])
     learn_bpe([text], largest, tmp_path)
     assert load_tokenizer(tmp_path).vocab_size == largest
-
-
-def test_a_missing_library_names_the_install_command(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(MissingExtraError, match="pip install tokenizers"):
-        learn_bpe([story()], SIZE, tmp_path)
 
 
 def test_an_interrupt_leaves_no_process_and_no_files(tmp_path):

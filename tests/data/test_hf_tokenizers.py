@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ NASTY = [
     "<s> </s> <unk> <0x41> <|endoftext|>",
     "\x00\x01\x7f\u00a0\u2028\u3000\ufeff\ufffd\U0010ffff",
 ]
-BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
+LETTERS = sorted(set(story()) - {" ", "\n"})
 
 
 def gpt2() -> Tokenizer:
@@ -39,31 +40,26 @@ def gpt2() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return train(tokenizer, trainers.BpeTrainer, ["<|endoftext|>"], vocab_size=330)
+    options = {"vocab_size": 330, "special_tokens": ["<|endoftext|>"], "show_progress": False}
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **options)
+    tokenizer.train_from_iterator([story()], trainer)
+    return tokenizer
 
 
 def llama() -> Tokenizer:
     """Return a BPE tokenizer with byte fallback that puts a space before each text."""
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    special, merges = ["<unk>", "<s>", "</s>"], [("t", "h"), ("th", "e"), ("\u2581", "the")]
+    pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *LETTERS]
+    vocab = {piece: i for i, piece in enumerate([*pieces, *map("".join, merges)])}
+    fallback = {"byte_fallback": True, "unk_token": "<unk>", "fuse_unk": True}
+    tokenizer = Tokenizer(models.BPE(vocab, merges, **fallback))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("\u2581", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    tokenizer = train(
-        tokenizer, trainers.BpeTrainer, ["<unk>", "<s>", "</s>", *BYTE_PIECES], vocab_size=420
-    )
-    layout = json.loads(tokenizer.to_str())
-    for token in layout["added_tokens"]:
-        token["special"] = token["content"] not in BYTE_PIECES
-    layout["added_tokens"] = [token for token in layout["added_tokens"] if token["special"]]
-    tokenizer = Tokenizer.from_str(json.dumps(layout))
+    fuse = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*fuse, decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens(special)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
@@ -72,23 +68,14 @@ def llama() -> Tokenizer:
 
 def t5() -> Tokenizer:
     """Return a unigram tokenizer, which splits at white space."""
-    letters = sorted(set(story()) - {" ", "\n"})
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("\u2581", -3.0)]
-    pieces += [("\u2581the", -2.0), *((letter, -4.0) for letter in [*letters, "<", ">", "/"])]
+    pieces += [("\u2581the", -2.0), *((letter, -4.0) for letter in [*LETTERS, "<", ">", "/"])]
     tokenizer = Tokenizer(models.Unigram(pieces, 2, False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
     )
     tokenizer.decoder = decoders.Metaspace()
     tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
-    return tokenizer
-
-
-def train(tokenizer, trainer, special, **options) -> Tokenizer:
-    if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
-        options["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
-    options |= {"special_tokens": special, "show_progress": False}
-    tokenizer.train_from_iterator([story()], trainer(**options))
     return tokenizer
 
 
@@ -117,21 +104,14 @@ def reference(folder) -> Tokenizer:
     return tokenizer
 
 
-@pytest.mark.parametrize(
-    ("kind", "bos", "eos"),
-    [
-        ("gpt2", "<|endoftext|>", "<|endoftext|>"),
-        ("llama", "<s>", "</s>"),
-        ("t5", "</s>", "</s>"),
-    ],
-)
-def test_bos_and_eos_are_recognized_by_name(folders, kind, bos, eos):
-    tokenizer = open_tokenizer(folders / kind, end_of_document=True)
+def test_bos_and_eos_are_recognized_by_name(folder):
+    tokenizer = open_tokenizer(folder, end_of_document=True)
     found = tokenizer.names[tokenizer.bos], tokenizer.names[tokenizer.eod]
-    assert found == (bos, eos)
+    ends = {"gpt2": ["<|endoftext|>"] * 2, "llama": ["<s>", "</s>"], "t5": ["</s>"] * 2}
+    assert [*found] == ends[folder.name]
     assert tokenizer.decode([tokenizer.bos, tokenizer.eod]) == b""
-    assert open_tokenizer(folders / kind).eod is None
-    assert tokenizer.vocab_size == reference(folders / kind).get_vocab_size()
+    assert open_tokenizer(folder).eod is None
+    assert tokenizer.vocab_size == reference(folder).get_vocab_size()
 
 
 @pytest.mark.parametrize("text", [story(5), *NASTY])
@@ -172,14 +152,9 @@ def test_the_tokens_of_a_text_are_those_of_its_parts(folders, kind, text):
     assert [t for part in parts for t in tokenizer.encode(part)] == tokenizer.encode(text)
 
 
-def save_llama(folders, folder):
-    content = (folders / "llama" / "tokenizer.json").read_bytes()
-    (folder / "tokenizer.json").write_bytes(content)
-
-
 @pytest.mark.parametrize("as_file", [False, True])
 def test_a_saved_tokenizer_is_loaded_with_its_chat_template(folders, tmp_path, as_file):
-    save_llama(folders, tmp_path)
+    shutil.copy(folders / "llama" / "tokenizer.json", tmp_path)
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
     config = {"bos_token": "</s>", "eos_token": "<s>", "model_max_length": 5}
     if as_file:
@@ -197,6 +172,7 @@ def test_a_saved_tokenizer_is_loaded_with_its_chat_template(folders, tmp_path, a
     assert loaded.settings["chat_template"] == template
     assert loaded.sha256 == given.sha256 == file_digest(saved / "tokenizer.json")
     assert loaded.encode(NASTY[6]) == given.encode(NASTY[6])
+    assert "corrupt or another vocabulary" in rejection(load_tokenizer, saved, "0" * 64)
 
 
 def test_saved_tokenizers_put_bos_before_texts_and_keep_their_digest(folder, tmp_path):
@@ -209,14 +185,6 @@ def test_saved_tokenizers_put_bos_before_texts_and_keep_their_digest(folder, tmp
         library = reference(tmp_path / name)
         assert library.encode("the fox").ids == [given.bos, *given.encode("the fox")]
         given = saved
-
-
-def test_a_changed_saved_file_is_rejected(folders, tmp_path):
-    tokenizer = open_tokenizer(folders / "llama")
-    tokenizer.save(tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes((folders / "gpt2" / "tokenizer.json").read_bytes())
-    message = rejection(load_tokenizer, tmp_path, tokenizer.sha256)
-    assert "tokenizer.json is corrupt or another vocabulary" in message
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"model": {}}', b"\xff\xfe\x00", b"null"])

@@ -48,8 +48,7 @@ def test_images_are_resized_with_a_box_filter(tmp_path):
 
 @pytest.mark.parametrize("mode", ["1", "P", "CMYK", "I;16", "LA"])
 def test_all_pixel_modes_are_converted_to_rgb(tmp_path, mode):
-    path = tmp_path / ("x.tif" if mode in ("CMYK", "YCbCr") else "x.png")
-    grey = 255 if mode == "1" else 200
+    path, grey = tmp_path / "x.tif", 255 if mode == "1" else 200
     if mode == "I;16":
         Image.fromarray(np.full((9, 200), 200 * 256, dtype=np.uint16)).save(path)
     else:
@@ -57,16 +56,12 @@ def test_all_pixel_modes_are_converted_to_rgb(tmp_path, mode):
         image.convert(mode, palette=Image.Palette.ADAPTIVE).save(path)
     with Image.open(path) as written:
         assert written.mode == mode
-    image = decode_image(path)
-    assert (image.shape, image.dtype) == ((64, 64, 3), np.uint8)
-    assert (image == grey).all()
+    assert np.array_equal(decode_image(path), np.full((64, 64, 3), grey, np.uint8))
 
 
 def test_transparency_becomes_white_and_the_orientation_is_applied(tmp_path):
-    Image.new("RGBA", (8, 8), (255, 0, 0, 0)).save(tmp_path / "rgba.png")
     Image.new("P", (8, 8), 0).save(tmp_path / "palette.png", transparency=0)
     Image.new("RGBA", (8, 8), (255, 0, 0, 128)).save(tmp_path / "half.png")
-    assert (decode_image(tmp_path / "rgba.png") == 255).all()
     assert (decode_image(tmp_path / "palette.png") == 255).all()
     assert (decode_image(tmp_path / "half.png") == (255, 127, 127)).all()
     pixels = np.zeros((64, 64, 3), dtype=np.uint8)

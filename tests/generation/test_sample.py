@@ -174,28 +174,6 @@ def test_a_saved_state_continues_without_its_prompt(run, tmp_path, capsys):
     assert whole == "the cat" + later
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--top-p", "0"], "--top-p 0.0"),
-        (["--temperature", "-1"], "--temperature -1.0"),
-        (["--batch", "0"], "--batch 0"),
-        (["--tokens", "-1"], "--tokens -1: must be an integer of at least 0"),
-        (["--prompt", "a", "--prompt-file", "b"], "not both"),
-        (["--prompt-file", "no-such-file"], "no-such-file"),
-        (["--load-state", "no-such-state"], "no-such-state"),
-        (["--save-state", "no-such-folder/state"], "an existing folder"),
-    ],
-)
-def test_mistakes_are_one_line(run, capsys, arguments, says):
-    with pytest.raises(SystemExit) as stop:
-        main(["sample", str(run), *arguments])
-    captured = capsys.readouterr()
-    assert stop.value.code == 2
-    assert len(captured.err.strip().splitlines()) == 1
-    assert says in captured.err
-
-
 def test_a_model_of_images_samples_a_grid(tmp_path, capsys):
     from PIL import Image
 
@@ -214,10 +192,3 @@ def test_a_model_of_images_samples_a_grid(tmp_path, capsys):
     default.write_bytes(b"the one before")
     assert sampled(capsys, run, *arguments) == f"{default}\n"
     assert default.read_bytes() == out.read_bytes()
-    before = out.stat().st_mtime_ns
-    with pytest.raises(SystemExit) as stop:
-        main(["sample", str(run), *map(str, arguments), "--out", str(out)])
-    assert stop.value.code == 2
-    message = f"tvq: --out {out}: the file exists; use --overwrite or another name\n"
-    assert capsys.readouterr().err == message
-    assert out.stat().st_mtime_ns == before

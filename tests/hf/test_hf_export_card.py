@@ -1,17 +1,16 @@
 """The model card of an export: what the run records, and nothing about the user's machine."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from helpers import tiny_run
+from servers import TOKENIZER, a_run
 
-from transformer_vq import TransformerVQ
+from transformer_vq import TransformerVQ, UserError
 from transformer_vq.cli.main import main
-from transformer_vq.data.tokenizers import ByteTokenizer
+from transformer_vq.config import DataConfig, TrainConfig
 from transformer_vq.files import write_json
+from transformer_vq.hf import TransformerVQForCausalLM
 from transformer_vq.hf.export import export
-from transformer_vq.training.checkpoint import save_checkpoint, write_config
+from transformer_vq.training.checkpoint import Checkpoint, load_model, read_config, save_checkpoint
 from transformer_vq.training.metrics import write_rows
 
 ROWS = [
@@ -22,18 +21,13 @@ ROWS = [
 ]
 
 
-def write_run(folder, change=lambda config: config, rows=ROWS):
+def write_run(folder, data=None, rows=ROWS, init_from=None):
     """Write a run folder with random weights: a best model, and a checkpoint of step 3."""
-    config = change(tiny_run(folder))
-    run = folder / "run"
-    (run / "best").mkdir(parents=True)
-    write_config(run, config, ByteTokenizer(config.data.ends_documents))
-    torch.manual_seed(0)
-    model = TransformerVQ(config.model)
-    model.save(run / "best" / "model.safetensors", step="2")
-    metadata = {"config": config.to_dict(), "best_loss": 3.0}
-    tensors = {f"model/{name}": x for name, x in model.state_dict().items()}
-    save_checkpoint(run, 3, tensors, metadata, keep=1)
+    train = TrainConfig(steps=10, seq_len=48, backprop_len=48, init_from=init_from)
+    run = a_run(folder / "run", data, train, TOKENIZER)
+    model = TransformerVQ(read_config(run).model)
+    metadata = {"config": read_config(run).to_dict(), "best_loss": 3.0}
+    save_checkpoint(run, Checkpoint(3, model, {}, metadata), keep=1)
     write_rows(run / "metrics.jsonl", rows)
     return run
 
@@ -60,16 +54,6 @@ def metadata_of(card):
     return pytest.importorskip("yaml").safe_load(card.split("---\n", 2)[1])
 
 
-def test_card_starts_with_metadata_of_the_hub(tmp_path):
-    card = card_of(write_run(tmp_path), tmp_path / "out", name="me/my-model")
-    assert metadata_of(card) == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["transformer-vq", "long-context", "linear-attention"],
-    }
-    assert card.split("---\n", 2)[2].lstrip().startswith("# me/my-model\n")
-
-
 def test_card_of_the_packaged_model_states_its_data_and_license(tmp_path, capsys):
     main(["export", "books", str(tmp_path / "out")])
     card = (tmp_path / "out" / "README.md").read_text()
@@ -81,41 +65,41 @@ def test_card_of_the_packaged_model_states_its_data_and_license(tmp_path, capsys
     assert "standard library" not in card
 
 
-def test_card_states_the_license_that_is_given(tmp_path, capsys):
-    run = write_run(tmp_path)
-    main(["export", str(run), str(tmp_path / "out"), "--license", "cc-by-4.0"])
-    assert metadata_of((tmp_path / "out" / "README.md").read_text())["license"] == "cc-by-4.0"
-    for wrong in ("my license", "a: b", "a\nb", ""):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main(["export", str(run), str(tmp_path / "other"), "--license", wrong])
-        assert stop.value.code == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "--license" in line
-        assert not (tmp_path / "other").exists()
-
-
-def test_card_states_sizes_training_and_the_validation_of_the_best_model(tmp_path):
+def test_card_states_license_sizes_training_and_the_validation_of_the_best_model(tmp_path):
     run = write_run(tmp_path)
     evaluation(run)
-    card = card_of(run, tmp_path / "out")
+    card = card_of(run, tmp_path / "out", name="me/my-model", license_id="cc-by-4.0")
+    assert metadata_of(card) == {
+        "library_name": "transformers",
+        "license": "cc-by-4.0",
+        "pipeline_tag": "text-generation",
+        "tags": ["transformer-vq", "long-context", "linear-attention"],
+    }
+    assert card.split("---\n", 2)[2].lstrip().startswith("# me/my-model\n")
     rows = rows_of(card)
     model = TransformerVQ.load(run / "best" / "model.safetensors")
     assert rows["parameters"] == [f"{sum(p.numel() for p in model.parameters()):,}"]
     assert rows["state per sequence"][0].startswith(f"{model.init_state(1).n_bytes:,} bytes")
-    assert rows["codes per codebook"] == ["7"]
+    assert rows["codes per codebook"] == ["8"]
     assert "step 2 of 10" in rows["checkpoint"][0]
     assert rows["tokens trained on"] == ["1,000"]
     assert rows["sequence length"] == ["48 tokens"]
     assert rows["validation"][1:] == ["99", "4.2500"]
     assert rows["test"] == ["windowed, 48 tokens", "1,234", "4.5000"]
+    for wrong in ("my license", "a: b", "a\nb", ""):
+        with pytest.raises(UserError, match="license="):
+            card_of(run, tmp_path / "other", license_id=wrong)
+    assert not (tmp_path / "other").exists()
 
 
-def test_card_states_only_results_of_the_exported_checkpoint(tmp_path):
+def test_requested_checkpoint_is_exported_and_only_its_results_are_stated(tmp_path):
     run = write_run(tmp_path)
     evaluation(run, "best", step=1)
     assert "test" not in rows_of(card_of(run, tmp_path / "best"))
     rows = rows_of(card_of(run, tmp_path / "out", "3"))
+    model = TransformerVQForCausalLM.from_pretrained(tmp_path / "out")
+    for name, want in load_model(run, "3")[0].state_dict().items():
+        assert torch.equal(model.to_core().state_dict()[name], want), name
     assert "step 3 of 10" in rows["checkpoint"][0]
     assert rows["tokens trained on"] == ["3,000"]
     assert rows["validation"][1:] == ["99", "5.7500"]
@@ -132,13 +116,8 @@ def test_card_of_a_run_without_metrics_has_no_results(tmp_path, capsys):
 
 
 def test_card_has_no_folders_of_the_users_machine(tmp_path):
-    def change(config):
-        path = (str(tmp_path / "text"), "/home/alice/private/*.txt")
-        data = replace(config.data, path=path, tokenizer=None)
-        train = replace(config.train, init_from="/home/alice/private/old-run")
-        return replace(config, data=data, train=train)
-
-    run = write_run(tmp_path, change)
+    data = DataConfig(path=(str(tmp_path / "text"), "/home/alice/private/*.txt"))
+    run = write_run(tmp_path, data, init_from="/home/alice/private/old-run")
     card = card_of(run, tmp_path / "out")
     rows = rows_of(card)
     assert rows["files"] == ["`text`, `*.txt`"]

@@ -4,22 +4,19 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
-import torch
-from helpers import tiny_run
 from hypothesis import given
 from hypothesis import strategies as st
+from servers import a_run
 from tokenizers import Tokenizer, decoders, models, normalizers, processors
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from transformer_vq import TransformerVQ, UserError
+from transformer_vq import UserError
 from transformer_vq.cli.main import main
 from transformer_vq.data.bpe import learn_bpe
 from transformer_vq.data.tokenizers import load_tokenizer, open_tokenizer
 from transformer_vq.hf.export import export
-from transformer_vq.training.checkpoint import write_config
 from transformer_vq.training.loading import load_model_and_tokenizer
 
 LINES = "".join(f"In {1800 + i % 90} the fox saw {i} dogs.\n" for i in range(200))
@@ -55,19 +52,6 @@ def save_llama(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def untrained_run(folder, tokenizer):
-    """Write a run folder with random weights."""
-    config = tiny_run(folder)
-    config = replace(config, model=replace(config.model, vocab_size=tokenizer.vocab_size))
-    run = folder / "run"
-    (run / "best").mkdir(parents=True)
-    write_config(run, config, tokenizer)
-    tokenizer.save(run)
-    torch.manual_seed(0)
-    TransformerVQ(config.model).save(run / "best" / "model.safetensors")
-    return run
-
-
 @pytest.fixture(scope="module", params=["bpe", "llama"])
 def exported(request, tmp_path_factory):
     """Return our tokenizer and the folder of its export."""
@@ -78,7 +62,7 @@ def exported(request, tmp_path_factory):
     else:
         save_llama(folder)
         ours = open_tokenizer(folder, end_of_document=True)
-    export(untrained_run(folder, ours), folder / "out")
+    export(a_run(folder / "run", tokenizer=ours), folder / "out")
     return ours, folder / "out"
 
 
@@ -129,30 +113,14 @@ def test_the_tokenizer_loads_without_this_package(exported):
     assert json.loads(found) == [ours.bos, *ours.encode("the fox")]
 
 
-def test_special_tokens_of_the_chat_template_are_encoded_as_such(tmp_path):
+def test_special_tokens_of_the_chat_template_and_the_model_are_those_of_the_tokenizer(tmp_path):
     save_llama(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    config["chat_template"] = TEMPLATE.replace("\n{%", "{{ eos_token }}{%")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     ours = open_tokenizer(tmp_path, end_of_document=True)
-    export(untrained_run(tmp_path, ours), tmp_path / "out")
+    run = a_run(tmp_path / "run", tokenizer=ours)
+    (run / "chat_template.jinja").write_text(TEMPLATE.replace("\n{%", "{{ eos_token }}{%"))
+    export(run, tmp_path / "out")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
-    messages = [{"role": "user", "content": "the fox"}]
-    tokens = theirs.apply_chat_template(messages)["input_ids"]
+    tokens = theirs.apply_chat_template([{"role": "user", "content": "the fox"}])["input_ids"]
     assert tokens == [*ours.encode("user: the fox"), ours.eod]
-
-
-def test_generation_stops_at_the_end_of_a_document(tmp_path):
-    learn_bpe([LINES], 300, tmp_path)
-    run = untrained_run(tmp_path, load_tokenizer(tmp_path))
-    model = TransformerVQ.load(run / "best" / "model.safetensors").eval()
-    prompt = [0, *load_tokenizer(tmp_path).encode("the fox")]
-    likely = int(model(torch.tensor([prompt])).logits[0, -1].argmax())
-    name = open_tokenizer(tmp_path).names[likely]
-    config = {"bos_token": "<|endoftext|>", "eos_token": name}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "again").mkdir()
-    export(untrained_run(tmp_path / "again", open_tokenizer(tmp_path, True)), tmp_path / "out")
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    tokens = exported.generate(torch.tensor([prompt]), max_new_tokens=9, do_sample=False)
-    assert tokens[0].tolist() == [*prompt, likely]
+    settings = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (settings.bos_token_id, settings.eos_token_id) == (ours.bos, ours.eod) == (1, 2)

@@ -58,29 +58,10 @@ def test_padded_batch_generates_the_same_as_single_prompts(model):
     assert got == [search(model, [row])[0][-20:] for row in (PROMPT, SHORTER)]
 
 
-def test_sampling_depends_on_the_seed_and_returns_the_requested_number(model):
-    def draw(seed):
-        torch.manual_seed(seed)
-        return search(model, [PROMPT], do_sample=True, top_p=0.9, num_return_sequences=3)
-
-    first = draw(0)
-    assert len(first) == 3
-    assert len({tuple(row) for row in first}) == 3
-    assert first == draw(0) != draw(1)
-
-
 def test_generate_continues_from_a_returned_cache(model):
     first = model.generate(torch.tensor([PROMPT]), max_new_tokens=8, return_dict_in_generate=True)
     more = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=12)
     assert more.tolist() == search(model, [PROMPT])
-
-
-def prompt_cache(model, n_tokens: int, n_copies: int = 1) -> TransformerVQCache:
-    """Return the cache after the first tokens of the prompt."""
-    with torch.no_grad():
-        cache = model(torch.tensor([PROMPT[:n_tokens]])).past_key_values
-    cache.batch_repeat_interleave(n_copies)
-    return cache
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "top_p": 0.9}])
@@ -89,7 +70,10 @@ def test_repeated_prompt_cache_serves_several_sequences(model, options):
         torch.manual_seed(0)
         return search(model, [PROMPT], num_return_sequences=3, **options, **more)
 
-    assert draw(past_key_values=prompt_cache(model, 5, n_copies=3)) == draw()
+    with torch.no_grad():
+        cache = model(torch.tensor([PROMPT[:5]])).past_key_values
+    cache.batch_repeat_interleave(3)
+    assert draw(past_key_values=cache) == draw()
 
 
 @pytest.mark.parametrize("name", ["static", "offloaded"])
@@ -104,15 +88,16 @@ def test_every_cache_implementation_uses_the_state(model, name):
     assert got.sequences.tolist() == search(model, [PROMPT])
 
 
-def test_continuous_batching_is_rejected(model):
-    with pytest.raises(ValueError, match="continuous batching"):
-        search(model, [PROMPT], cache_implementation="paged")
-
-
-def test_assisted_decoding_is_rejected(model):
-    for options in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": model}):
-        with pytest.raises(ValueError, match="stateful"):
-            search(model, [PROMPT], **options)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache_implementation": "paged"}, "continuous batching"),
+        ({"prompt_lookup_num_tokens": 3}, "stateful"),
+    ],
+)
+def test_unsupported_kinds_of_generation_are_rejected(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        search(model, [PROMPT], **options)
 
 
 def test_pipeline_continues_texts(folder, core):

@@ -1,8 +1,6 @@
 """The adapter gives the logits and loss of the core model, in memory and after saving."""
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict
 
 import pytest
@@ -66,12 +64,6 @@ def test_saved_and_loaded_model_gives_identical_logits(tmp_path, changes):
     model = TransformerVQForCausalLM.from_core(core)
     assert torch.equal(model(TOKENS).logits, core(TOKENS).logits)
     model.save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "transformer_vq_classes.py",
-    }
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert isinstance(loaded, TransformerVQForCausalLM)
     assert torch.equal(loaded(TOKENS).logits, core(TOKENS).logits)
@@ -221,9 +213,3 @@ def test_position_ids_that_start_again_separate_documents(model, core):
     got = model(TOKENS, position_ids=positions).logits
     assert_close("second", got[:, 11:], core(TOKENS[:, 11:]).logits)
     assert_close("first", got[:, :11], core(TOKENS[:, :11]).logits)
-
-
-def test_missing_transformers_error_names_the_package():
-    program = "import sys; sys.modules['transformers'] = None; import transformer_vq.hf"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stderr.strip().endswith("pip install 'transformers>=5'")

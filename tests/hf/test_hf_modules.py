@@ -7,20 +7,13 @@ from helpers import tiny_config
 from transformer_vq import TransformerVQ
 from transformer_vq.hf import TransformerVQForCausalLM
 
-HEAD_TYPES = ["shga", "mqa", "mha", "gqa"]
 TOKENS = torch.randint(256, (2, 12), generator=torch.Generator().manual_seed(0))
-
-
-def new_model(**overrides) -> TransformerVQForCausalLM:
-    torch.manual_seed(0)
-    core = TransformerVQ(tiny_config(vocab_size=256, **overrides))
-    return TransformerVQForCausalLM.from_core(core).eval()
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        *({"head_type": head_type} for head_type in HEAD_TYPES),
+        *({"head_type": head_type} for head_type in ("shga", "mqa", "mha", "gqa")),
         {"attention": "full"},
         {"tie_embeddings": True, "final_norm": True},
         {"absolute_positions": True},
@@ -28,7 +21,8 @@ def new_model(**overrides) -> TransformerVQForCausalLM:
     ids=str,
 )
 def test_hooks_of_all_modules_with_weights_are_called(options):
-    model = new_model(**options)
+    core = TransformerVQ(tiny_config(vocab_size=256, **options)).eval()
+    model = TransformerVQForCausalLM.from_core(core)
     called = set()
     names = [
         name
@@ -44,13 +38,11 @@ def test_hooks_of_all_modules_with_weights_are_called(options):
     assert called == set(names)
 
 
-def test_device_map_with_disk_gives_the_same_logits(tmp_path):
-    model = new_model()
-    model.save_pretrained(tmp_path / "model")
+def test_device_map_with_disk_gives_the_same_logits(model, folder, tmp_path):
     places = {"model.embed": "cpu", "lm_head": "disk"}
     places |= {f"model.branches.{i}": "disk" if i % 2 else "cpu" for i in range(4)}
     loaded = TransformerVQForCausalLM.from_pretrained(
-        tmp_path / "model", device_map=places, offload_folder=str(tmp_path / "offload")
+        folder, device_map=places, offload_folder=str(tmp_path / "offload")
     )
     assert loaded.lm_head.weight.is_meta
     with torch.no_grad():

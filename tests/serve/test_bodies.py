@@ -83,10 +83,11 @@ def test_long_texts_have_the_same_tokens_as_short_ones(tmp_path):
     text = "a line of text\n" * 5000
     assert len(text) > CHUNK_CHARS
     with running(a_service(tmp_path, a_model(block_len=256))) as client:
-        found = client.complete(prompt=text, max_tokens=1, seed=1)
-        want = client.complete(prompt=[TOKENIZER.bos, *text.encode()], max_tokens=1, seed=1)
-    assert found["choices"] == want["choices"]
-    assert found["usage"]["prompt_tokens"] == want["usage"]["prompt_tokens"]
+        tokens = [TOKENIZER.bos, *text.encode()]
+        prompts = (text, tokens, [tokens])
+        found = [client.complete(prompt=x, max_tokens=1, seed=1) for x in prompts]
+    assert found[0]["choices"] == found[1]["choices"] == found[2]["choices"]
+    assert {x["usage"]["prompt_tokens"] for x in found} == {len(tokens)}
 
 
 def test_text_of_a_client_that_has_left_is_not_encoded(tmp_path):

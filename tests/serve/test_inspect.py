@@ -25,9 +25,7 @@ def test_text_after_a_context_equals_that_of_the_whole_text(client, context):
     assert found["tokens"] == whole["tokens"][start:]
     assert found["surprisal"] == pytest.approx(whole["surprisal"][start:], abs=2e-3)
     for got, want in zip(found["layers"], whole["layers"], strict=True):
-        for name in ("codes", "window", "cache"):
-            for row, of_whole in zip(got[name], want[name], strict=True):
-                assert row == pytest.approx(of_whole[start:], abs=2e-4)
+        assert got["codes"] == [row[start:] for row in want["codes"]]
         assert min(got["cache"][0]) > 0
 
 

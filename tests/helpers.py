@@ -178,6 +178,22 @@ def assert_equal_to_serial(inputs: Inputs, cuts=(), *, backend="auto", **options
     assert_same_gradients(inputs.leaves(), got, want)
 
 
+def assert_bfloat16_close(low: Inputs, **options) -> None:
+    """Outputs and gradients of bfloat16 inputs are close to the serial reduction in float64."""
+    leaves = [low.q, low.k_hat, low.v, low.by_distance]
+    q, k_hat, v, by_distance = (x.detach().double().requires_grad_() for x in leaves)
+    high = Inputs(q, k_hat, low.z, v, low.codebook.double(), by_distance, low.block_len)
+    got, want = run_split(low, **options)[0], run_split(high, reduction="serial")[0]
+    assert_close("output", got, want.to(got.dtype))
+    probe = torch.randn_like(want)
+    grads = [
+        torch.autograd.grad((output * probe.to(output.dtype)).sum(), list(inputs.leaves().values()))
+        for output, inputs in ((got, low), (want, high))
+    ]
+    for name, a, b in zip(low.leaves(), *grads, strict=True):
+        assert_close(f"gradient of {name}", a, b.to(a.dtype))
+
+
 def decode_all(inputs: Inputs, start: int, stop: int, state: VQState):
     """Outputs and last state of decoding the tokens from start to stop one by one."""
     codebooks = [inputs.codebook]
@@ -244,6 +260,26 @@ def tiny_model(
         backend=backend,
         checkpoint_activations=checkpoint_activations,
     )
+
+
+def training_results(seq_len=23, dtype=torch.float64, **options) -> dict[str, Tensor]:
+    """Outputs and gradients of two segments of a model with padding and documents."""
+    torch.manual_seed(0)
+    model = tiny_model(n_layer=1, p_dropsin=0.0, **options).to(dtype)
+    tokens, ids = torch.randint(17, (2, 2, seq_len)), torch.zeros(2, seq_len).long()
+    ids[:, seq_len // 2 :] = 1
+    valid = torch.ones(2, seq_len, dtype=torch.bool)
+    valid[1, 2] = False
+    first = model(tokens[0], document_ids=ids, valid=valid)
+    second = model(tokens[1], first.state, document_ids=ids + 1)
+    loss = sum(x.logits.square().mean() + x.commit_loss for x in (first, second))
+    loss.backward()
+    found = {"logits": second.logits, "commit loss": second.commit_loss}
+    for output in (first, second):
+        for usage in output.code_usage:
+            found |= {f"usage {len(found)}": usage.sum, f"count {len(found)}": usage.count}
+    found |= {f"cache {n}": x.cache.count.double() for n, x in enumerate(second.state.layers)}
+    return found | {name: p.grad for name, p in model.named_parameters()}
 
 
 def tiny_run(folder: Path, **changes: dict[str, object]) -> RunConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,11 +17,13 @@ from torch import Tensor
 from transformer_vq import ModelConfig, TransformerVQ
 from transformer_vq.config import DataConfig, OptimConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
+from transformer_vq.files import read_tensors
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.decode import DecodeState, Step, Token, attend_one_
 from transformer_vq.ops.packing import read_packing
 from transformer_vq.ops.quadratic import Phi, quadratic_vq_attention
 from transformer_vq.ops.state import VQState
+from transformer_vq.training.checkpoint import TrainingResult, newest_checkpoint
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.step import StepResult, Trainer
 
@@ -322,13 +325,36 @@ def losses(run: Path) -> list[tuple[str, int, float]]:
     return [(row["kind"], row["step"], row["nats_per_token"]) for row in read_metrics(run)]
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, n: int, number: int = signal.SIGINT) -> None:
-    """Send a signal to this process during step n."""
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Send SIGINT to this process during step n."""
     train_step = Trainer.step
 
     def and_signal(self: Trainer, batch: Batch, step: int, begins: bool, ends: bool) -> StepResult:
         if step == n:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGINT)
         return train_step(self, batch, step, begins, ends)
 
     monkeypatch.setattr(Trainer, "step", and_signal)
+
+
+def interrupted(n: int, function: Callable[..., TrainingResult], *args, **kwargs) -> TrainingResult:
+    """Call `train` or `resume`, and send SIGINT to this process during step n."""
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_after(patch, n)
+        return function(*args, **kwargs)
+
+
+def assert_same_runs(run: Path, other: Path) -> None:
+    """Check that metrics, the final checkpoint and the best model are the same to the bit."""
+    assert losses(run) == losses(other)
+    rates = [[row.get("lr") for row in read_metrics(x)] for x in (run, other)]
+    assert rates[0] == rates[1]
+    assert [path for path in run.rglob("*") if ".partial" in path.name] == []
+    got, want = (newest_checkpoint(x) for x in (run, other))
+    for name in ("best_loss", "best_bits_per_byte", "validated_at"):
+        assert got.metadata[name] == want.metadata[name]
+    best = [read_tensors(x / "best" / "model.safetensors")[0] for x in (run, other)]
+    states = [x.model.state_dict() for x in (got, want)]
+    for a, b in (best, states, (got.tensors, want.tensors)):
+        assert a.keys() == b.keys()
+        assert [name for name in b if a[name].numpy().tobytes() != b[name].numpy().tobytes()] == []

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import interrupt_after, losses, tiny_run
+from helpers import interrupted, losses, tiny_run
 
 from transformer_vq import TransformerVQ, files, load_run
 from transformer_vq.cli.main import main
@@ -22,12 +22,10 @@ from transformer_vq.training.run import resume, train
 from transformer_vq.training.step import Trainer
 
 
-def test_resume_skips_a_corrupt_checkpoint_with_a_warning(tmp_path, monkeypatch, capsys):
+def test_resume_skips_a_corrupt_checkpoint_with_a_warning(tmp_path, capsys):
     config = tiny_run(tmp_path)
     train(config, tmp_path / "uninterrupted")
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 7)
-        train(config, tmp_path / "run")
+    interrupted(7, train, config, tmp_path / "run")
     assert checkpoint_steps(tmp_path / "run") == [6, 8]
     corrupt = checkpoint_folder(tmp_path / "run", 8) / "model.safetensors"
     data = bytearray(corrupt.read_bytes())

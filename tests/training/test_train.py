@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from helpers import interrupt_after, losses, tiny_run
+from helpers import interrupted, losses, tiny_run
 
 from transformer_vq.data.prepare import prepare
 from transformer_vq.errors import UserError
@@ -122,14 +122,10 @@ class RecordingReporter:
 
 
 @pytest.mark.parametrize("kind", [str, Path])
-def test_train_and_resume_accept_str_and_path_and_report_to_the_reporter(
-    tmp_path, monkeypatch, capsys, kind
-):
+def test_train_and_resume_accept_str_and_path_and_report_to_the_reporter(tmp_path, capsys, kind):
     config, run = tiny_run(tmp_path), tmp_path / "run"
     reporter = RecordingReporter()
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 4)
-        stopped = train(config, kind(run), reporter=reporter)
+    stopped = interrupted(4, train, config, kind(run), reporter=reporter)
     assert (stopped.run, stopped.step, stopped.finished) == (run, 5, False)
     assert ("run", 10, "steps", 0) in reporter.bars
     assert any(message.startswith("step 4: validation") for message in reporter.messages)

@@ -20,19 +20,15 @@ from interruptions import (
     Interruption,
     Moment,
     before_codebooks,
-    before_training_json,
     in_append,
-    in_call,
     in_print,
     in_removal,
     in_rename,
     in_step,
     in_validation,
-    nth,
     sends,
 )
 
-from transformer_vq import TransformerVQ
 from transformer_vq.cli.main import main
 from transformer_vq.config import ModelConfig, OptimConfig, RunConfig
 from transformer_vq.training.checkpoint import TrainingResult, checkpoint_steps
@@ -55,7 +51,7 @@ MOMENTS: dict[str, tuple[Moment, int, int]] = {
     "printing a validation": (in_print("step 6"), 6, 4),
     "appending a validation row": (in_append("validation", 6), 6, 4),
     "best model, after the rename": (in_rename("best/model.safetensors", 3, after=True), 6, 4),
-    "checkpoint, before training.json": (before_training_json(8), 9, 4),
+    "checkpoint, before training.json": (in_rename("step-00000008.*/training.json"), 9, 4),
     "removal of an old checkpoint": (in_removal(4), 9, 8),
 }
 TRAIN = {"seed": 3, "batch_size": 2, "eval_every": 2, "eval_tokens": 32, "save_every": 4, "keep": 1}
@@ -181,7 +177,7 @@ def test_a_closed_terminal_saves_the_run(runs, tmp_path):
             os.close(master)
             os.kill(os.getpid(), signal.SIGHUP)
 
-        in_call(TransformerVQ, "update_codebooks", nth(5))(close_terminal)
+        before_codebooks(4)(close_terminal)
         train(runs.config, run)
 
     ended = run_forked(child)

@@ -13,6 +13,7 @@ from transformer_vq.training.checkpoint import (
     CheckpointError,
     checkpoint_folder,
     checkpoint_steps,
+    newest_checkpoint,
     read_config,
 )
 from transformer_vq.training.metrics import read_metrics
@@ -63,6 +64,9 @@ def test_an_extended_run_equals_the_longer_run(runs, short, capsys):
     assert_same_runs(short, runs / "15")
     extend(short, 30)
     assert_same_runs(short, runs / "30")
+    got, want = (newest_checkpoint(run).metadata for run in (short, runs / "30"))
+    for name in ("best_loss", "best_bits_per_byte", "validated_at"):
+        assert got[name] == want[name]
     assert read_config(short).train.steps == 30
 
 

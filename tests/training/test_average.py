@@ -1,11 +1,11 @@
 """The moving average of the weights: its formula, validation, checkpoints."""
 
 import torch
-from helpers import assert_close, interrupt_after, losses, relative_rms, tiny_run
+from helpers import assert_close, losses, relative_rms, tiny_run
 
 from transformer_vq.training import loop
 from transformer_vq.training.checkpoint import load_model, newest_checkpoint
-from transformer_vq.training.run import resume, train
+from transformer_vq.training.run import train
 from transformer_vq.training.step import Trainer
 
 
@@ -66,19 +66,3 @@ def test_average_does_not_affect_training(tmp_path):
     )
     assert got == want
     assert "average/embed.weight" not in newest_checkpoint(tmp_path / "without").tensors
-
-
-def test_resume_with_an_average_is_exact(tmp_path, monkeypatch):
-    train(averaging(tmp_path), tmp_path / "uninterrupted")
-    for n in (3, 7):
-        with monkeypatch.context() as patch:
-            interrupt_after(patch, n)
-            run = tmp_path / "run"
-            assert (resume(run) if n == 7 else train(averaging(tmp_path), run)).step == n + 1
-    resume(tmp_path / "run")
-    assert losses(tmp_path / "run") == losses(tmp_path / "uninterrupted")
-    runs = [tmp_path / "run", tmp_path / "uninterrupted"]
-    got, want = (newest_checkpoint(run).tensors for run in runs)
-    assert all(got[name].equal(x) for name, x in want.items() if name.startswith("average/"))
-    models = [load_model(run, "best")[0].state_dict() for run in runs]
-    assert all(x.equal(models[1][name]) for name, x in models[0].items())

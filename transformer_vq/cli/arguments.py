@@ -25,12 +25,7 @@ from tyro.constructors import (
 from transformer_vq.checks import check_fields
 from transformer_vq.cli.output import HELP, config_fields
 from transformer_vq.config import ModelConfig, Precision, RunConfig
-from transformer_vq.config_files import (
-    SECTIONS,
-    field_docs,
-    find_preset,
-    read_config_file,
-)
+from transformer_vq.config_files import SECTIONS, field_docs, find_preset, read_config_file
 from transformer_vq.errors import UserError
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import IS_SILENT
@@ -245,10 +240,7 @@ def print_completion(shell: str) -> None:
     """Print tyro's completion script for all commands; bash also completes file names."""
     try:
         tyro.extras.subcommand_cli_from_dict(
-            option_classes(),
-            prog="tvq",
-            args=["--tyro-print-completion", shell],
-            registry=_rules(),
+            option_classes(), prog="tvq", args=["--tyro-print-completion", shell], registry=_rules()
         )
     except SystemExit as stop:
         if stop.code:

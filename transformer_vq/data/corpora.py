@@ -8,12 +8,7 @@ from pathlib import Path
 from urllib.error import URLError
 
 from transformer_vq.config import LEARNED, DataConfig
-from transformer_vq.data.images import (
-    ImageFiles,
-    ImageNetFile,
-    find_imagenet64,
-    find_images,
-)
+from transformer_vq.data.images import ImageFiles, ImageNetFile, find_imagenet64, find_images
 from transformer_vq.data.paths import (
     SPLITS,
     DataError,

@@ -21,14 +21,7 @@ import numpy as np
 from transformer_vq.config import DataConfig
 from transformer_vq.data.bpe import LINE_STARTS, learn_bpe
 from transformer_vq.data.corpora import Source, find_source
-from transformer_vq.data.corpus import (
-    FORMAT,
-    META,
-    TOKENS,
-    Corpus,
-    SplitSize,
-    token_dtype,
-)
+from transformer_vq.data.corpus import FORMAT, META, TOKENS, Corpus, SplitSize, token_dtype
 from transformer_vq.data.documents import (
     DOCUMENTS,
     END,

@@ -26,13 +26,7 @@ from typing import Any
 import fsspec.compression
 
 from transformer_vq.config import DataConfig
-from transformer_vq.data.paths import (
-    SPLITS,
-    DataError,
-    error_reason,
-    list_files,
-    path_kind,
-)
+from transformer_vq.data.paths import SPLITS, DataError, error_reason, list_files, path_kind
 from transformer_vq.data.tokenizers import utf8
 from transformer_vq.errors import UserError, import_extra
 from transformer_vq.progress import warn

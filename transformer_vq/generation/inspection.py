@@ -74,11 +74,7 @@ class Inspection:
 
 
 def inspect_tokens(
-    model: TransformerVQ,
-    tokens: Sequence[int],
-    *,
-    context: Context | None = None,
-    n_codes: int = 5,
+    model: TransformerVQ, tokens: Sequence[int], *, context: Context | None = None, n_codes: int = 5
 ) -> Inspection:
     """Return surprisal, codes and attention weights of a sequence, in linear time and memory.
 
@@ -132,12 +128,7 @@ def _bits(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _block(
-    layer: VQAttention,
-    x: Tensor,
-    sinusoids: Tensor,
-    before: VQState,
-    after: VQState,
-    n_codes: int,
+    layer: VQAttention, x: Tensor, sinusoids: Tensor, before: VQState, after: VQState, n_codes: int
 ) -> LayerInspection:
     """Return the inspection of one block: the weights of Theorem 3.7 instead of its output.
 

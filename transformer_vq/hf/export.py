@@ -78,10 +78,7 @@ def export(
     # Tools that batch need a padding token. Padding is masked, so any token can be used; bos
     # exists in every vocabulary, and it is also the padding token of the tokenizer.
     wrapped = TransformerVQForCausalLM.from_core(
-        model,
-        bos_token_id=tokenizer.bos,
-        eos_token_id=tokenizer.eod,
-        pad_token_id=tokenizer.bos,
+        model, bos_token_id=tokenizer.bos, eos_token_id=tokenizer.eod, pad_token_id=tokenizer.bos
     )
     card = model_card(run, name or folder.absolute().name, model, which, license_id)
     try:

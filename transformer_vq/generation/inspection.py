@@ -181,7 +181,6 @@ def _join(blocks: list[LayerInspection]) -> LayerInspection:
 
 def _plain(x: Tensor, decimals: int) -> list[Any]:
     """Return nested lists; floating-point numbers are rounded."""
-    values: list[Any] = (
-        x.double().round(decimals=decimals) if x.is_floating_point() else x
-    ).tolist()
+    x = x.double().round(decimals=decimals) if x.is_floating_point() else x
+    values: list[Any] = x.tolist()
     return values

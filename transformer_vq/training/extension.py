@@ -58,11 +58,9 @@ def find_checkpoint(
     try:
         return load_checkpoint(run, step), done
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{run} cannot be extended without its checkpoint at the start of the decay, step "
-            f"{step} ({error}); restore it, use {FLAG} to continue from the newest checkpoint, or "
-            f"start a new run from its weights (--train.init-from {run})"
-        ) from error
+        problem = f"{run} cannot be extended without its checkpoint before the decay, step {step}"
+        fix = f"restore it, or use {FLAG} to continue from the newest checkpoint"
+        raise CheckpointError(f"{problem} ({error}); {fix}") from error
 
 
 def resume_step(
@@ -76,9 +74,8 @@ def resume_step(
     if not any(name in SCHEDULE_FIELDS for name in stored.differences(config)):
         return newest
     if config.train.steps < newest:
-        raise CheckpointError(
-            f"{run} has already completed {newest:,} steps; use --train.steps {newest} or more"
-        )
+        done = f"{run} has already completed {newest:,} steps"
+        raise CheckpointError(f"{done}; use --train.steps {newest} or more")
     if allow_schedule_change:
         return newest
     before, after = stored.train.steps, config.train.steps
@@ -94,8 +91,7 @@ def resume_step(
     if new < old:
         raise CheckpointError(
             f"the decay would start at step {new:,}, but {run} has already completed {newest:,} "
-            f"steps; use more --train.steps, a smaller --optim.decay-share, or {FLAG} to continue "
-            "with the new learning rate"
+            f"steps; use more --train.steps, a smaller --optim.decay-share, or {FLAG}"
         )
     return old
 
@@ -105,8 +101,7 @@ def report_changes(stored: RunConfig, config: RunConfig, newest: int, step: int)
     if step < newest:
         again = f"steps {step + 1:,}-{newest:,} are trained again"
         info(f"extending from step {step:,} (before the decay): {again}")
-    old, new = (
-        learning_rate(c.optim, min(step, c.train.steps), c.train.steps) for c in (stored, config)
-    )
+    sizes = [(c.optim, c.train.steps) for c in (stored, config)]
+    old, new = (learning_rate(optim, min(step, steps), steps) for optim, steps in sizes)
     if old != new:
         info(f"learning rate at step {step:,}: {old:.3g} -> {new:.3g}")

@@ -460,11 +460,10 @@ class ParallelConfig:
         if filled.n_processes == n_processes:
             return filled
         asked = f"{filled.dp} x {self.fsdp} x {self.cp} x {self.tp} = {filled.n_processes}"
-        raise UserError(
-            f"parallel: dp x fsdp x cp x tp = {asked} processes requested, but {n_processes} are "
-            f"running; start with `torchrun --nproc-per-node {filled.n_processes} -m "
-            "transformer_vq ...`, or change --parallel.*"
-        )
+        asked = f"dp x fsdp x cp x tp = {asked} processes requested"
+        command = f"torchrun --nproc-per-node {filled.n_processes} -m transformer_vq ..."
+        fix = f"start with `{command}`, or change --parallel.*"
+        raise UserError(f"parallel: {asked}, but {n_processes} are running; {fix}")
 
 
 @dataclass(frozen=True)
@@ -485,11 +484,9 @@ class RunConfig:
         check_fields(self)
         start = self.optim.decay_start(self.train.steps)
         if self.optim.warmup > start:
-            raise UserError(
-                f"optim.warmup={self.optim.warmup}: the decay of optim.schedule=wsd starts at step "
-                f"{start} of {self.train.steps}; use a shorter --optim.warmup, a smaller "
-                "--optim.decay-share or more --train.steps"
-            )
+            problem = f"the decay of optim.schedule=wsd starts at step {start}"
+            fix = "use a shorter --optim.warmup, a smaller --optim.decay-share or more steps"
+            raise UserError(f"optim.warmup={self.optim.warmup}: {problem}; {fix}")
 
     @classmethod
     def from_dict(cls, values: object) -> RunConfig:
@@ -498,10 +495,9 @@ class RunConfig:
 
     def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
         """Return the fields that differ, as `section.field`, with both values."""
-        found = {}
-        for part in fields(self):
-            ours, theirs = getattr(self, part.name), getattr(other, part.name)
-            for name, value in asdict(ours).items():
-                if value != getattr(theirs, name):
-                    found[f"{part.name}.{name}"] = (value, getattr(theirs, name))
-        return found
+        pairs = {
+            f"{section}.{name}": (value, getattr(getattr(other, section), name))
+            for section, part in self.to_dict().items()
+            for name, value in part.items()
+        }
+        return {name: (ours, theirs) for name, (ours, theirs) in pairs.items() if ours != theirs}

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.data.batches import Batch, packs_documents, read_positions, read_rows
-from transformer_vq.data.corpus import Split, SplitSize
+from transformer_vq.data.corpus import Split
 from transformer_vq.device import evaluating, matmul_precision, to_device
 from transformer_vq.errors import UserError
 from transformer_vq.nn.model import TransformerVQ
@@ -127,7 +127,18 @@ def score(
             nats.index_add_(0, bins, losses.double() * weight.flatten())
             count.index_add_(0, bins, weight.flatten())
             advance(n_targets)
-    return _summary(protocol, total(nats).tolist(), total(count).tolist(), split.size)
+    nats_of, tokens_of = total(nats).tolist(), total(count).tolist()
+    if math.isnan(sum(nats_of)):
+        raise NotFiniteError("the loss is NaN; the weights or the codebooks are not finite")
+    bins = tuple(
+        PositionBin(2**i - 1, 2 ** (i + 1) - 2, n, loss / n)
+        for i, (n, loss) in enumerate(zip(tokens_of, nats_of, strict=True))
+        if n
+    )
+    n_tokens, whole = sum(tokens_of), split.size
+    n_bytes = round(whole.bytes * (n_tokens / whole.tokens))
+    words = None if whole.words is None else round(whole.words * (n_tokens / whole.tokens))
+    return Evaluation(protocol, sum(nats_of), n_tokens, n_bytes, words, bins)
 
 
 def position_bin(positions: Tensor) -> Tensor:
@@ -174,19 +185,3 @@ def _spans(
             positions = read_positions(split, begins[:n_rows], offset, n)
             batch = read_rows(split, begins[:n_rows], ends[:n_rows], offset, n, documents)
             yield offset == 0, positions, batch
-
-
-def _summary(
-    protocol: Protocol, nats: list[float], count: list[int], size: SplitSize
-) -> Evaluation:
-    if math.isnan(sum(nats)):
-        raise NotFiniteError("the loss is NaN; the weights or the codebooks are not finite")
-    tokens = sum(count)
-    share = tokens / size.tokens
-    bins = tuple(
-        PositionBin(2**i - 1, 2 ** (i + 1) - 2, count[i], nats[i] / count[i])
-        for i in range(N_BINS)
-        if count[i]
-    )
-    words = None if size.words is None else round(size.words * share)
-    return Evaluation(protocol, sum(nats), tokens, round(size.bytes * share), words, bins)

@@ -23,10 +23,7 @@ from transformer_vq.errors import UserError
 from transformer_vq.nn.model import TransformerVQ
 
 _ATTENTION = {
-    "q_proj.weight": "qkvg_producer/q_proj/kernel",
-    "k_proj.weight": "qkvg_producer/k_proj/kernel",
-    "v_proj.weight": "qkvg_producer/v_proj/kernel",
-    "g_proj.weight": "qkvg_producer/g_proj/kernel",
+    **{f"{x}_proj.weight": f"qkvg_producer/{x}_proj/kernel" for x in "qkvg"},
     "r_proj.weight": "xl_bias_producer/xl_r_proj/kernel",
     "o_proj.weight": "res_proj/kernel",
     "u": "xl_bias_producer/xl_u",

@@ -117,10 +117,8 @@ def _text_inputs(config: DataConfig) -> tuple[list[Input], tuple[float, float]]:
             option = f"--data.{split}-path"
             inputs += find_inputs(paths, config.format, split, option, config.text_field)
     given = {item.split for item in inputs}
-    validation, test = (
-        0.0 if split in given else getattr(config, f"{split}_share") for split in SPLITS[1:]
-    )
-    return inputs, (validation, test)
+    validation = 0.0 if "validation" in given else config.validation_share
+    return inputs, (validation, 0.0 if "test" in given else config.test_share)
 
 
 def _books(root: Path) -> list[Input]:

@@ -124,8 +124,7 @@ def count_words(data: bytes, in_word: bool = False) -> tuple[int, bool]:
         return 0, in_word
     spaces = _SPACES[np.frombuffer(data, dtype=np.uint8)]
     n_words = int(np.count_nonzero(spaces[:-1] & ~spaces[1:]))
-    n_words += not (in_word or spaces[0])
-    return n_words, not spaces[-1]
+    return n_words + (not (in_word or spaces[0])), not spaces[-1]
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, work: Path) -> np.ndarray:

@@ -69,10 +69,8 @@ class ImageFiles:
                     failures.append(f"{file.relative_to(self.path)} ({image})")
                 yield [b"" if isinstance(image, str) else image.tobytes()]
         if failures:
-            warn(
-                f"{len(failures):,} of {len(self.images):,} images of {self.path} cannot be read "
-                f"and are skipped, for example {failures[0]}"
-            )
+            some = f"{len(failures):,} of {len(self.images):,} images of {self.path}"
+            warn(f"{some} cannot be read and are skipped, for example {failures[0]}")
 
 
 def find_images(root: Path) -> list[ImageFiles]:
@@ -168,10 +166,8 @@ def find_imagenet64(root: Path) -> list[ImageNetFile]:
     counts = [_count(file) for file in files]
     n_train, n_test = sum(counts[:-1]), counts[-1]
     if (n_train, n_test) != (FULL_TRAIN, FULL_TEST):
-        warn(
-            f"{root} contains {n_train:,} + {n_test:,} images instead of {FULL_TRAIN:,} + "
-            f"{FULL_TEST:,}: results cannot be compared with published ones"
-        )
+        want = f"{FULL_TRAIN:,} + {FULL_TEST:,}: results cannot be compared with published ones"
+        warn(f"{root} contains {n_train:,} + {n_test:,} images instead of {want}")
     edges = (0, round(n_train * PAPER_TRAIN / FULL_TRAIN), n_train, n_train + n_test)
     found, start = [], 0
     for file, count in zip(files, counts, strict=True):

@@ -68,8 +68,6 @@ def list_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True) 
             if wanted(path.name):
                 (found if path.is_file() else skipped).append(path)
     if skipped:
-        warn(
-            f"{len(skipped):,} entries of {folder} are skipped, because they are links to folders "
-            f"or not regular files, for example {min(skipped)}"
-        )
+        what = f"{len(skipped):,} entries of {folder}, such as {min(skipped)}"
+        warn(f"{what}, are skipped, because they are links to folders or not regular files")
     return sorted(found, key=os.fsencode)

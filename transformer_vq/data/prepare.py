@@ -64,10 +64,10 @@ def prepare(
         wanted = None if vocab_size in BYTE_VOCAB_SIZES else vocab_size
         source = find_source(config, wanted)
         if vocab_size not in (None, *BYTE_VOCAB_SIZES, source.vocab_size):
-            raise DataError(
-                f"{config.dataset} has a vocabulary of {source.vocab_size:,} tokens, but the model "
-                f"expects {vocab_size:,}; set --model.vocab-size to {source.vocab_size}"
-            )
+            size = source.vocab_size
+            problem = f"{size:,} tokens, but the model expects {vocab_size:,}"
+            fix = f"set --model.vocab-size to {size}"
+            raise DataError(f"{config.dataset} has a vocabulary of {problem}; {fix}")
         digest = _digest(source)
         folder = cache / f"{config.dataset}-{digest}"
         with suppress(FileNotFoundError, CorruptFileError):

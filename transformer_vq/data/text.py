@@ -26,7 +26,7 @@ from typing import Any
 import fsspec.compression
 
 from transformer_vq.config import DataConfig
-from transformer_vq.data.paths import SPLITS, DataError, error_reason, list_files, path_kind
+from transformer_vq.data.paths import DataError, error_reason, list_files, path_kind
 from transformer_vq.data.tokenizers import utf8
 from transformer_vq.errors import UserError, import_extra
 from transformer_vq.progress import warn
@@ -146,15 +146,11 @@ def _dataset_splits(path: str, format: str) -> list[Input]:
     dataset = _load(path, format)
     if not isinstance(dataset, dict):
         return [Input(path, format)]
-    found = []
-    validation = next((name for name in _VALIDATION if name in dataset), None)
-    for name in dataset:
-        split = "validation" if name == validation else name
-        if split in SPLITS:
-            found.append(Input(path, format, None if split == "train" else split, str(name)))
-        else:
-            warn(f"{path}: the split {name!r} is not used")
-    return found
+    validation = next((name for name in _VALIDATION if name in dataset), "")
+    splits = {"train": None, validation: "validation", "test": "test"}
+    for name in [x for x in dataset if x not in splits]:
+        warn(f"{path}: the split {name!r} is not used")
+    return [Input(path, format, splits[name], str(name)) for name in dataset if name in splits]
 
 
 @contextmanager
@@ -308,8 +304,7 @@ def store_stdin(config: DataConfig, cache: Path) -> DataConfig:
         stored = folder / digest.hexdigest()[:16]
         if not stored.exists():
             os.link(file.name, stored)
-    changes: dict[str, Any] = {
-        name: tuple(str(stored) if path == STDIN else path for path in paths)
-        for name, paths in given.items()
-    }
+    changes: dict[str, Any] = {}
+    for name, paths in given.items():
+        changes[name] = tuple(str(stored) if path == STDIN else path for path in paths)
     return replace(config, **changes)

@@ -23,10 +23,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILES = (MODEL_FILE, JSON_FILE)
 """Names under which a vocabulary is saved; CONFIG_FILE is next to JSON_FILE."""
 
-GIVE_TOKENIZER = (
-    "--data.tokenizer must be bytes, bpe, a SentencePiece .model file, a tokenizer.json, or a "
-    "folder with either"
-)
+GIVE_TOKENIZER = "--data.tokenizer must be bytes, bpe, a SentencePiece .model or a tokenizer.json"
 
 CHUNK_CHARS = 1 << 16  # characters that are tokenized at once, about
 MAX_CHUNK_CHARS = 1 << 24  # a text without usable line ends is divided here

@@ -39,11 +39,9 @@ class TransformerVQTokenizer(FixedAutoMap, PreTrainedTokenizer):
     ) -> None:
         if kind == "sentencepiece" and vocab_file is None:
             raise ValueError(f"{MODEL_FILE} is missing; copy it from the exported folder")
-        self._core: ByteTokenizer | SentencePieceTokenizer = (
-            ByteTokenizer(end_of_document)
-            if vocab_file is None
-            else SentencePieceTokenizer(Path(vocab_file), None, end_of_document)
-        )
+        self._core: ByteTokenizer | SentencePieceTokenizer = ByteTokenizer(end_of_document)
+        if vocab_file is not None:
+            self._core = SentencePieceTokenizer(Path(vocab_file), None, end_of_document)
         self._pieces = self._core.pieces
         self._ids = {piece: i for i, piece in enumerate(self._pieces)}
         # Special tokens decode to their names, as in transformers; skip_special_tokens omits them.

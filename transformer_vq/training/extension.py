@@ -80,19 +80,16 @@ def resume_step(
         return newest
     before, after = stored.train.steps, config.train.steps
     if config.optim.schedule == "cosine":
-        raise CheckpointError(
-            f"{run} has a cosine schedule, whose learning rates all depend on train.steps ({before}"
-            f" -> {after}); use {FLAG} to stretch the cosine from here, or start a new run from "
-            f"its weights (--train.init-from {run})"
-        )
+        problem = f"{run} has a cosine schedule, which depends on train.steps ({before} -> {after})"
+        fix = f"use {FLAG} to stretch it from here, or start a new run (--train.init-from {run})"
+        raise CheckpointError(f"{problem}; {fix}")
     old, new = (c.optim.decay_start(c.train.steps) for c in (stored, config))
     if newest <= min(old, new):
         return newest
     if new < old:
-        raise CheckpointError(
-            f"the decay would start at step {new:,}, but {run} has already completed {newest:,} "
-            f"steps; use more --train.steps, a smaller --optim.decay-share, or {FLAG}"
-        )
+        problem = f"the decay would start at step {new:,}, but {run} has completed {newest:,} steps"
+        fix = f"use more --train.steps, a smaller --optim.decay-share, or {FLAG}"
+        raise CheckpointError(f"{problem}; {fix}")
     return old
 
 

@@ -45,9 +45,8 @@ class StopRequest:
     def _record(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        is_first = self.signal is None
-        self.signal = number
-        if is_first:
+        before, self.signal = self.signal, number
+        if before is None:
             # The terminal may be closed (SIGHUP), or the signal may interrupt another print to
             # stderr, which raises RuntimeError. Neither may prevent the run from being saved.
             with suppress(OSError, RuntimeError):

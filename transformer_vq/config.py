@@ -195,8 +195,7 @@ class ModelConfig(_AttentionFields):
     def d_ff(self) -> int:
         """Width of the feed-forward layer, 0 if there is none.
 
-        4 d_model for MHA and 5 d_model for MQA as in the paper; in between for GQA, so that models
-        of one width have about the same size.
+        4 d_model for MHA and 5 d_model for MQA as in the paper; in between for GQA.
         """
         heads = self.layer.heads
         if heads.is_gated:

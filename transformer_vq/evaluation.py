@@ -94,8 +94,7 @@ def score(
     seq_len: T of the windowed protocol. span, batch_size: tokens and rows per forward pass; they
     change memory and speed, not the result. max_tokens: score only the start of the split; bytes
     and words are then scaled in proportion. Return None if `stopped` returns True. share: (rank,
-    number of ranks) that split the contexts; `total` sums over them. Raise NotFiniteError if the
-    loss is NaN.
+    number of ranks) that split the contexts; `total` sums over them. Raise NotFiniteError for NaN.
     """
     sizes = {"seq_len": seq_len, "span": span, "batch_size": batch_size, "max_tokens": max_tokens}
     for name, size in sizes.items():
@@ -130,7 +129,7 @@ def score(
     nats_of, tokens_of = total(nats).tolist(), total(count).tolist()
     if math.isnan(sum(nats_of)):
         raise NotFiniteError("the loss is NaN; the weights or the codebooks are not finite")
-    bins = tuple(
+    by_position = tuple(
         PositionBin(2**i - 1, 2 ** (i + 1) - 2, n, loss / n)
         for i, (n, loss) in enumerate(zip(tokens_of, nats_of, strict=True))
         if n
@@ -138,7 +137,7 @@ def score(
     n_tokens, whole = sum(tokens_of), split.size
     n_bytes = round(whole.bytes * (n_tokens / whole.tokens))
     words = None if whole.words is None else round(whole.words * (n_tokens / whole.tokens))
-    return Evaluation(protocol, sum(nats_of), n_tokens, n_bytes, words, bins)
+    return Evaluation(protocol, sum(nats_of), n_tokens, n_bytes, words, by_position)
 
 
 def position_bin(positions: Tensor) -> Tensor:

@@ -88,9 +88,8 @@ def load_official(
 
     params: maps flattened names, such as "stack/VQAttention_0/res_proj/kernel", to arrays.
     sequence_len: tokens per sequence in the official training, which determines the scale of the
-    codebook statistics. It does not affect the codewords, so it only matters if training continues.
-    With None, the statistics keep the official scale. Not needed for the attention types "vq_old"
-    and "full", which have no such scale.
+    codebook statistics of "vq". It does not affect the codewords, so it only matters if training
+    continues. With None, the statistics keep the official scale.
     Raises ValueError if names or shapes do not match the config.
     """
     n_blocks = 1  # by this factor, the official codebook statistics are larger than ours

@@ -113,8 +113,7 @@ def plot_curves(runs: dict[str, Rows], path: Path) -> None:
 def compare_runs(paths: Sequence[Path], out: Path, x: XAxis = "step") -> None:
     """Plot the training and validation loss of several run folders in one figure.
 
-    x: what the loss is plotted against; see `positions`. Raises UserError if a folder has no
-    metrics.
+    x: see `positions`. Raises UserError if a folder has no metrics.
     """
     absolute = [path.absolute() for path in paths]
     if len(set(absolute)) < len(absolute):

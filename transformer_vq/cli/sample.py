@@ -142,7 +142,7 @@ def _sample_text(
     if options.save_state is not None:
         save_context(options.save_state, model, context)
     is_single = options.batch == 1
-    write = partial(print, end="", flush=True) if is_single else lambda text: None
+    write: Any = partial(print, end="", flush=True) if is_single else lambda text: None
     write(shown)
     samples = sample_text(
         model,

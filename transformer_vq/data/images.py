@@ -152,8 +152,7 @@ class ImageNetFile:
 def find_imagenet64(root: Path) -> list[ImageNetFile]:
     """Find `train_data_batch_1.npz`, `train_data_batch_2.npz`, ... and `val_data.npz`.
 
-    The official validation set is the test split. The last images of the training set are the
-    validation split.
+    The official validation set is the test split; the last training images are for validation.
     """
     check_folder(root, "--data.path must be the folder of the ImageNet64 npz files")
     numbered = [(f.stem.rpartition("_")[2], f) for f in root.glob("train_data_batch_*.npz")]

@@ -52,8 +52,7 @@ def check_folder(path: Path, fix: str) -> None:
 def list_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> list[Path]:
     """Return the regular files in a folder whose names are `wanted`, except hidden ones, sorted.
 
-    Warns about entries that are skipped. Raises DataError if a folder cannot be listed, because its
-    files would be missing silently.
+    Warns about entries that are skipped. Raises DataError if a folder cannot be listed.
     """
 
     def fail(error: OSError) -> None:

@@ -285,8 +285,7 @@ def python_sources() -> list[Input]:
 def store_stdin(config: DataConfig, cache: Path) -> DataConfig:
     """Return the config with "-" replaced by a file that contains standard input.
 
-    The file is named after its content, so that the same input gives the same corpus. A run needs
-    the file again when it is resumed.
+    It is named after its content: the same input gives the same corpus. Resuming needs it again.
     """
     given = {name: getattr(config, name) for name in ("path", "validation_path", "test_path")}
     n_given = sum(paths.count(STDIN) for paths in given.values())

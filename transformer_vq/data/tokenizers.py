@@ -176,8 +176,7 @@ class HFTokenizer(Tokenizer):
     Encoding adds no special tokens, and their names inside a text are ordinary text. bos and eod
     are the tokenizer's bos and eos; if it has only one of them, that one is both. Special tokens
     decode to nothing. Decoding is exact for byte-level vocabularies without a normalizer.
-    path: a .json file; files such as tokenizer_config.json are read if they are next to it.
-    sha256: of that file, if known; any other file raises DataError.
+    path: a .json file; tokenizer_config.json is read if it is next to it. sha256: of that file.
 
     `save` writes the file without truncation and padding, and with a post-processor that puts bos
     before each text. So a tokenizer has the same `sha256` in a run, in an export, and as given.
@@ -324,8 +323,7 @@ def _as_trained(content: bytes, layout: dict[str, Any], bos_name: str, bos: int)
 def _byte_alphabet() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary.
 
-    Printable characters of Latin-1 stand for their own code; the other bytes are the characters
-    from 256 on.
+    Printable characters of Latin-1 stand for their own code; other bytes are characters from 256.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -375,8 +373,7 @@ def _safe_cuts(
 ) -> re.Pattern[str] | None:
     """Return line ends if a text can be divided there without changing its tokens, else None.
 
-    No token may contain such a place, and examples must give equal tokens. They detect
-    normalizers that change the start of a text.
+    No token may contain such a place, and examples, which detect normalizers, give equal tokens.
     """
     if any(re.search(rb"\n[^\s]", text) for text in token_texts):
         return None

@@ -45,7 +45,12 @@ class Snapshots:
 
     def __init__(self, model: TransformerVQ) -> None:
         self._model = model
-        self.identity = _identity(model)
+        codebooks = {name: x for name, x in model.named_buffers() if ".c_" in name}
+        self.identity = {  # what must match for a state to be usable, part by part
+            "config": json.dumps(asdict(model.config), sort_keys=True),
+            "weights": tensors_digest(dict(model.named_parameters())),
+            "codebooks": tensors_digest(codebooks),
+        }
         self._header = _header(model)
 
     @functools.cached_property
@@ -133,13 +138,3 @@ def _check_values(path: Path, tensors: dict[str, Tensor], n_code: int) -> None:
         is_possible = x.abs() <= MAX_VALUE if x.is_floating_point() else (x >= 0) & (x < limit)
         if not is_possible.all():
             raise SnapshotError(f"{path} has invalid values in {name}")
-
-
-def _identity(model: TransformerVQ) -> dict[str, str]:
-    """Return what must match for a state to be usable, part by part."""
-    codebooks = {name: x for name, x in model.named_buffers() if ".c_" in name}
-    return {
-        "config": json.dumps(asdict(model.config), sort_keys=True),
-        "weights": tensors_digest(dict(model.named_parameters())),
-        "codebooks": tensors_digest(codebooks),
-    }

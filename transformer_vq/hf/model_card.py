@@ -40,7 +40,10 @@ def model_card(
     """
     config, rows = read_config(run), read_metrics(run)
     about = read_json(run / ABOUT) if is_packaged(run) else {}
-    step, n_parameters = _step(run, rows, which), sum(p.numel() for p in model.parameters())
+    losses = [row for row in finite(rows, "nats_per_token") if row["kind"] == "validation"]
+    best = min(losses, key=lambda row: row["nats_per_token"], default={"step": None})
+    step: int | None = model_step(run, which) or best["step"]  # an older best model has no step
+    n_parameters = sum(p.numel() for p in model.parameters())
     logged = zip(rows, positions(rows, "tokens"), strict=True)  # tokens trained on so far
     n_tokens = max((n for row, n in logged if row["step"] <= (step or 0)), default=0)
     images, linear = config.data.has_images, config.model.attention == "vq"
@@ -103,13 +106,6 @@ def _results(run: Path, rows: list[Row], which: str, step: int | None) -> list[R
             why = error if isinstance(error, CorruptFileError) else "it has an unknown format"
             warn(f"the model card omits {path.name}: {why}")
     return found
-
-
-def _step(run: Path, rows: list[Row], which: str) -> int | None:
-    """Return the step of a checkpoint; of a best model without one, that of the lowest loss."""
-    losses = [row for row in finite(rows, "nats_per_token") if row["kind"] == "validation"]
-    best = min(losses, key=lambda row: row["nats_per_token"], default={"step": None})
-    return model_step(run, which) or best["step"]
 
 
 def _base_name(path: str) -> str:

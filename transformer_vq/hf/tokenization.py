@@ -19,10 +19,8 @@ class TransformerVQTokenizer(FixedAutoMap, PreTrainedTokenizer):
     A bos token is put before each text, as in training; `add_special_tokens=False` omits it. Names
     of special tokens inside a text are treated as text. Padding is on the left and uses the bos id,
     so only the attention mask distinguishes it.
-    end_of_document: whether the model was trained with a token after each document; it is the
-        eos token then. For bytes, it is token 256.
-    errors: how `decode` handles invalid UTF-8, as in `bytes.decode`; the first and last character
-        may be incomplete.
+    end_of_document: whether the model was trained with a token after each document, the eos token.
+    errors: how `decode` handles invalid UTF-8, such as incomplete characters, as in `bytes.decode`.
     """
 
     vocab_files_names: ClassVar = {"vocab_file": MODEL_FILE}

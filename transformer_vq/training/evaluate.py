@@ -80,8 +80,8 @@ def evaluate(
         raise UserError(f"{problem}; use --data.tokenizer {run}")
     tokens = corpus.split("train" if split == "all" else split)
     attention = config.model.attention
-    if protocols is None:
-        protocols = ("windowed",) if attention == "full" else ("windowed", "streaming")
+    both: tuple[Protocol, ...] = ("windowed", "streaming")
+    protocols = protocols or (both[:1] if attention == "full" else both)
     seq_len = train.seq_len if seq_len is None else seq_len
     if batch_size is None:
         batch_size = train.batch_size // max(train.accumulate, 1)

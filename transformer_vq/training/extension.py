@@ -45,8 +45,7 @@ def find_checkpoint(
     """Return the checkpoint to resume from, and the step of the newest one.
 
     It is the newest one, or that at the start of the decay; None for the start of the run. Rank 0
-    decides for all ranks. Raises CheckpointError if the change from `stored` to `config` is not
-    possible.
+    decides for all ranks. Raises CheckpointError if the config cannot change like this.
     """
     newest = newest_checkpoint(run) if world.is_rank_zero else None
     done = step = 0 if newest is None else newest.step

@@ -97,8 +97,7 @@ def rewind(run: Path, step: int, logged_at: int, validated_at: int) -> None:
 class MetricsLog:
     """Writer of a run's metrics; close it at the end.
 
-    step: number of completed steps. enabled: False on all ranks but rank 0, where nothing is
-    written.
+    step: number of completed steps. enabled: False on other ranks than 0, which write nothing.
     """
 
     def __init__(self, run: Path, config: RunConfig, step: int, enabled: bool) -> None:
@@ -158,9 +157,8 @@ def check_loggers(config: RunConfig) -> tuple[Any, Any]:
 def read_history(run: str | os.PathLike[str]) -> list[Row]:
     """Return the events of a run, oldest first; an empty list if none are recorded.
 
-    Each row has `time` (ISO 8601, UTC), `event` ("start", "resume", "extend", "finish" or "stop"),
-    `step` (completed steps), `changed` (config fields with the old and the new value) and `version`
-    (of this package).
+    Each row has `time` (ISO 8601, UTC), `event` (see `Event`), `step` (completed steps), `changed`
+    (config fields with the old and the new value) and `version` (of this package).
     """
     return read_rows(Path(run) / HISTORY, event=str, step=int)
 
@@ -174,8 +172,7 @@ def record(
 ) -> None:
     """Append an event to the history; does nothing on other ranks than 0.
 
-    The file is replaced as a whole, so a crash cannot leave an unfinished line. If it cannot be
-    written, warn; training continues.
+    The file is replaced as a whole. If it cannot be written, warn; training continues.
     """
     from transformer_vq import __version__
 

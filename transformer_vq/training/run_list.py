@@ -55,18 +55,13 @@ def find_runs(folder: Path, max_depth: int = MAX_DEPTH) -> Iterator[Path]:
     """Yield the run folders in a folder, in its subfolders, or the folder itself."""
     for parent, folders, _ in os.walk(folder):
         path = Path(parent)
-        if is_run_folder(path):
+        has_results = (path / METRICS).is_file() or (path / CHECKPOINTS).is_dir()
+        if has_results and (path / CONFIG).is_file():  # valid or not
             yield path
             folders.clear()  # runs do not contain runs
         elif len(path.relative_to(folder).parts) >= max_depth:
             folders.clear()
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-
-
-def is_run_folder(path: Path) -> bool:
-    """Return whether a folder has a config and a log or checkpoints, valid or not."""
-    has_results = (path / METRICS).is_file() or (path / CHECKPOINTS).is_dir()
-    return has_results and (path / CONFIG).is_file()
 
 
 def summarize(run: Path) -> RunSummary:

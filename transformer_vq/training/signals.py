@@ -20,8 +20,7 @@ class StopRequest:
     """A context that records SIGINT, SIGTERM and SIGHUP instead of stopping at once.
 
     It is true once a signal has arrived. A second SIGINT raises KeyboardInterrupt. Signals that
-    were ignored before (as under nohup) stay ignored. In other threads than the main thread the
-    context has no effect.
+    were ignored before (as under nohup) stay ignored. It has no effect in other threads.
     """
 
     def __init__(self) -> None:

@@ -46,4 +46,4 @@ def check_not_packaged(run: Path, name: str) -> None:
     """Raise UserError if a run that would be changed is a packaged model."""
     if is_packaged(run):
         command = f"tvq train {name} --train.init-from {name} --data.path YOUR-TEXTS --out RUN"
-        raise UserError(f"{name} is in the package, not changed; fine-tune it with `{command}`")
+        raise UserError(f"{name} in the package is read-only; fine-tune it with `{command}`")

@@ -96,11 +96,8 @@ class TrainingBatches:
                 f"the training split has {len(split):,} tokens, fewer than one sequence of "
                 f"{seq_len:,}; use more data, or a smaller train.seq_len and train.backprop_len"
             )
-        self.split = split
-        self.batch_size = batch_size
-        self.seq_len = seq_len
-        self.backprop_len = backprop_len
-        self.seed = seed
+        self.split, self.batch_size, self.seed = split, batch_size, seed
+        self.seq_len, self.backprop_len = seq_len, backprop_len
         self.n_spans = seq_len // backprop_len
         self._with_document_ids = packs_documents(split, seq_len)
         self._order = lru_cache(maxsize=2)(self._shuffle)
@@ -117,18 +114,12 @@ class TrainingBatches:
     def __getitem__(self, step: int) -> Batch:
         number, span = divmod(step, self.n_spans)
         first = number * self.batch_size
-        sequences = [self._sequence(n) for n in range(first, first + self.batch_size)]
-        starts = np.array(sequences) * self.seq_len
+        # Positions in the order of the run; a batch may span epochs.
+        places = [divmod(n, self.n_sequences) for n in range(first, first + self.batch_size)]
+        starts = np.array([self._order(epoch)[n] for epoch, n in places]) * self.seq_len
         ends = np.minimum(starts + self.seq_len, len(self.split))
-        offset = span * self.backprop_len
-        return read_rows(
-            self.split, starts, ends, offset, self.backprop_len, self._with_document_ids
-        )
-
-    def _sequence(self, position: int) -> int:
-        """Return the sequence at a position in the order of the run; batches may span epochs."""
-        epoch, within = divmod(position, self.n_sequences)
-        return int(self._order(epoch)[within])
+        offset, n = span * self.backprop_len, self.backprop_len
+        return read_rows(self.split, starts, ends, offset, n, self._with_document_ids)
 
     def _shuffle(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.n_sequences)

@@ -27,7 +27,6 @@ SHARED_SETUP = {
     *("test_compile.py", "test_hf_export.py", "test_hf_export_options.py"),
     *("test_lm_eval.py", "test_stability.py"),
     *("test_cli_fuzz.py", "test_cli_errors.py", "test_mutations.py", "test_signals.py"),
-    "test_synchronization.py",
 }
 
 # Examples are the same on every run: a red test stays red until the code changes.

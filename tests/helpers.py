@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,13 +18,13 @@ from torch import Tensor
 from transformer_vq import ModelConfig, TransformerVQ
 from transformer_vq.config import DataConfig, OptimConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
+from transformer_vq.files import read_tensors
 from transformer_vq.ops.blockwise import vq_attention
 from transformer_vq.ops.decode import DecodeState, Step, Token, attend_one_
 from transformer_vq.ops.packing import read_packing
 from transformer_vq.ops.quadratic import Phi, quadratic_vq_attention
 from transformer_vq.ops.state import VQState
-from transformer_vq.parallel.shards import read_whole
-from transformer_vq.training.checkpoint import newest_checkpoint
+from transformer_vq.training.checkpoint import TrainingResult, newest_checkpoint
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.step import StepResult, Trainer
 
@@ -181,6 +182,22 @@ def assert_equal_to_serial(inputs: Inputs, cuts=(), *, backend="auto", **options
     assert_same_gradients(inputs.leaves(), got, want)
 
 
+def assert_bfloat16_close(low: Inputs, **options) -> None:
+    """Outputs and gradients of bfloat16 inputs are close to the serial reduction in float64."""
+    leaves = [low.q, low.k_hat, low.v, low.by_distance]
+    q, k_hat, v, by_distance = (x.detach().double().requires_grad_() for x in leaves)
+    high = Inputs(q, k_hat, low.z, v, low.codebook.double(), by_distance, low.block_len)
+    got, want = run_split(low, **options)[0], run_split(high, reduction="serial")[0]
+    assert_close("output", got, want.to(got.dtype))
+    probe = torch.randn_like(want)
+    grads = [
+        torch.autograd.grad((output * probe.to(output.dtype)).sum(), list(inputs.leaves().values()))
+        for output, inputs in ((got, low), (want, high))
+    ]
+    for name, a, b in zip(low.leaves(), *grads, strict=True):
+        assert_close(f"gradient of {name}", a, b.to(a.dtype))
+
+
 def decode_all(inputs: Inputs, start: int, stop: int, state: VQState):
     """Outputs and last state of decoding the tokens from start to stop one by one."""
     codebooks = [inputs.codebook]
@@ -249,6 +266,26 @@ def tiny_model(
     )
 
 
+def training_results(seq_len=23, dtype=torch.float64, **options) -> dict[str, Tensor]:
+    """Outputs and gradients of two segments of a model with padding and documents."""
+    torch.manual_seed(0)
+    model = tiny_model(n_layer=1, p_dropsin=0.0, **options).to(dtype)
+    tokens, ids = torch.randint(17, (2, 2, seq_len)), torch.zeros(2, seq_len).long()
+    ids[:, seq_len // 2 :] = 1
+    valid = torch.ones(2, seq_len, dtype=torch.bool)
+    valid[1, 2] = False
+    first = model(tokens[0], document_ids=ids, valid=valid)
+    second = model(tokens[1], first.state, document_ids=ids + 1)
+    loss = sum(x.logits.square().mean() + x.commit_loss for x in (first, second))
+    loss.backward()
+    found = {"logits": second.logits, "commit loss": second.commit_loss}
+    for output in (first, second):
+        for usage in output.code_usage:
+            found |= {f"usage {len(found)}": usage.sum, f"count {len(found)}": usage.count}
+    found |= {f"cache {n}": x.cache.count.double() for n, x in enumerate(second.state.layers)}
+    return found | {name: p.grad for name, p in model.named_parameters()}
+
+
 def tiny_run(folder: Path, **changes: dict[str, object]) -> RunConfig:
     """A run of seconds on some text that is written into `folder`; changes by part of the config.
 
@@ -289,19 +326,34 @@ def losses(run: Path) -> list[tuple[str, int, float]]:
     return [(row["kind"], row["step"], row["nats_per_token"]) for row in read_metrics(run)]
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, n: int, number: int = signal.SIGINT) -> None:
-    """Send a signal to this process during step n."""
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    """Send SIGINT to this process during step n."""
     train_step = Trainer.step
 
     def and_signal(self: Trainer, batch: Batch, step: int, **options: Any) -> StepResult:
         if step == n:
-            os.kill(os.getpid(), number)
+            os.kill(os.getpid(), signal.SIGINT)
         return train_step(self, batch, step, **options)
 
     monkeypatch.setattr(Trainer, "step", and_signal)
 
 
-def checkpoint_tensors(run):
-    """Return all tensors of the newest checkpoint of a run."""
-    checkpoint = newest_checkpoint(run)
-    return read_whole(checkpoint.folder, checkpoint.index)
+def interrupted(n: int, function: Callable[..., TrainingResult], *args, **kwargs) -> TrainingResult:
+    """Call `train` or `resume`, and send SIGINT to this process during step n."""
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt_after(patch, n)
+        return function(*args, **kwargs)
+
+
+def assert_same_runs(run: Path, other: Path) -> None:
+    """Check that metrics, the final checkpoint and the best model are the same to the bit."""
+    assert losses(run) == losses(other)
+    rates = [[row.get("lr") for row in read_metrics(x)] for x in (run, other)]
+    assert rates[0] == rates[1]
+    assert [path for path in run.rglob("*") if ".partial" in path.name] == []
+    got, want = (newest_checkpoint(x) for x in (run, other))
+    best = [read_tensors(x / "best" / "model.safetensors")[0] for x in (run, other)]
+    states = [x.model.state_dict() for x in (got, want)]
+    for a, b in (best, states, (got.tensors, want.tensors)):
+        assert a.keys() == b.keys()
+        assert [name for name in b if a[name].numpy().tobytes() != b[name].numpy().tobytes()] == []

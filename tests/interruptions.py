@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import itertools
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,7 +19,6 @@ from typing import Any
 
 from transformer_vq import TransformerVQ
 from transformer_vq.training import metrics
-from transformer_vq.training.step import Trainer
 
 Send = Callable[[], None]
 Moment = Callable[[Send], None]
@@ -65,34 +65,30 @@ def in_call(
     return install
 
 
+def _after_forward(n: int, *, training: bool) -> Moment:
+    """After the n-th forward pass of all steps, or of all validations, in the process."""
+    is_nth = nth(n)
+    return in_call(
+        TransformerVQ,
+        "forward",
+        lambda model, *_, **__: model.training == training and is_nth(),
+        after=True,
+    )
+
+
 def in_step(step: int) -> Moment:
     """Between the forward and the backward pass of a step."""
+    return _after_forward(step + 1, training=True)
 
-    def install(send: Send) -> None:
-        def hook_model(trainer: Trainer, batch: object, at: int, begins: bool, ends: bool) -> bool:
-            if at == step:
-                trainer.model.register_forward_hook(lambda *_: send())
-            return False
 
-        in_call(Trainer, "step", hook_model)(send)
-
-    return install
+def in_validation(n: int) -> Moment:
+    """After the n-th span of all validations in the process, counted from 1."""
+    return _after_forward(n, training=False)
 
 
 def before_codebooks(step: int) -> Moment:
     """Between the update of the weights and the update of the codebooks."""
     return in_call(TransformerVQ, "update_codebooks", nth(step + 1))
-
-
-def in_validation(n: int) -> Moment:
-    """After the n-th span of all validations in the process, counted from 1."""
-    is_span = nth(n)
-    return in_call(
-        TransformerVQ,
-        "forward",
-        lambda model, *_, **__: not model.training and is_span(),
-        after=True,
-    )
 
 
 def in_append(kind: str, step: int) -> Moment:
@@ -120,17 +116,10 @@ def in_append(kind: str, step: int) -> Moment:
 
 
 def in_rename(path: str, n: int = 1, *, after: bool = False) -> Moment:
-    """Before or after a temporary file or folder is renamed to `path` for the n-th time."""
+    """Before or after a temporary file or folder is renamed to `path`, a regular expression."""
     is_nth = nth(n)
-    return in_call(os, "replace", lambda _, to: f"{to}".endswith(path) and is_nth(), after=after)
-
-
-def before_training_json(step: int) -> Moment:
-    """When both tensor files of a checkpoint are complete, but training.json is not."""
     return in_call(
-        os,
-        "replace",
-        lambda _, path: Path(path).name == "training.json" and f"step-{step:08d}" in f"{path}",
+        os, "replace", lambda _, to: re.search(f"{path}$", f"{to}") and is_nth(), after=after
     )
 
 

@@ -64,7 +64,7 @@ def digests(pattern: str) -> dict[str, str]:
 
 def resume() -> Any:
     tvq("resume run")
-    return losses(Path("run")), digests("run/checkpoints/step-00000006/model.safetensors")
+    return losses(Path("run")), digests("run/checkpoints/step-00000006/shard-00000.safetensors")
 
 
 def export() -> Any:

@@ -29,14 +29,6 @@ class Range:
     high: float = math.inf
     below: bool = False
 
-    def problem(self, value: float) -> str | None:
-        """Return what a number must be instead, or None."""
-        if not value >= self.low:
-            return f"of at least {self.low:.15g}"
-        if value > self.high or (self.below and value == self.high):
-            return f"{'below' if self.below else 'of at most'} {self.high:.15g}"
-        return None
-
 
 def check_fields(config: object, part: str = "") -> None:
     """Raise UserError if a field does not hold what its annotation says.
@@ -56,8 +48,7 @@ def from_plain(kind: type[T], values: object, part: str = "") -> T:
     Lists become tuples where the field is a tuple, objects the dataclass of their field.
     """
     if not isinstance(values, dict):
-        what = f"the {part or 'run'} config"
-        raise UserError(f"{what} must be a JSON object of options and values, not {shown(values)}")
+        raise UserError(f"the {part or 'run'} config must be a JSON object, not {shown(values)}")
     hints: dict[str, Any] = _hints(kind)  # type: ignore[arg-type]
     found = {}
     for name, value in values.items():
@@ -124,8 +115,12 @@ def _problem(hint: Any, value: Any) -> str | None:
             return f"must be {kind}"
         if not -math.inf < value < math.inf:
             return "must be a finite number"
-        wrong = limits.problem(value)
-        return None if wrong is None else f"must be {kind} {wrong}"
+        if value < limits.low:
+            return f"must be {kind} of at least {limits.low:.15g}"
+        if value > limits.high or (limits.below and value == limits.high):
+            end = "below" if limits.below else "of at most"
+            return f"must be {kind} {end} {limits.high:.15g}"
+        return None
     if not isinstance(value, hint):
         names = {bool: "true or false", str: "text"}
         return f"must be {names.get(hint, f'a {hint.__name__}')}"

@@ -18,8 +18,7 @@ Backend = Literal["auto", "eager", "triton"]
 CodebookInit = Literal["random", "keys"]
 Dataset = Literal["text", "enwik8", "pg19", "imagenet64", "images"]
 Format = Literal["auto", "text", "jsonl", "json", "csv", "tsv", "parquet", "arrow"]
-LEARNED = ("bpe",)
-"""Tokenizers that are learned from the training data."""
+LEARNED = ("bpe",)  # tokenizers that are learned from the training data
 OptimizerName = Literal["adamw", "adafactor", "muon"]
 Schedule = Literal["cosine", "wsd"]
 Precision = Literal["fp32", "bf16"]
@@ -94,11 +93,8 @@ class AttentionConfig(_AttentionFields):
         if self.d_model % 2:
             raise UserError(f"d_model={self.d_model}: must be even")
         is_gated = self.head_type == "shga"
-        if self.n_head is None and not is_gated and self.d_model % self.d_k:
-            raise UserError(
-                f"d_model={self.d_model} is not a multiple of d_k={self.d_k}, as "
-                f"head_type={self.head_type} needs; change one of them or use shga"
-            )
+        if self.n_head is None and not is_gated:
+            _check_multiple("", d_model=self.d_model, d_k=self.d_k)
         n_head = self.n_head or (1 if is_gated else self.d_model // self.d_k)
         n_kv_head = self.n_kv_head or {"gqa": 0, "mha": n_head}.get(self.head_type, 1)
         possible = {"shga": n_head == n_kv_head == 1, "mqa": n_kv_head == 1}
@@ -123,11 +119,7 @@ class AttentionConfig(_AttentionFields):
         if (n_head or n_kv_head or 1) != 1:
             options = {"head_type": "mha" if n_kv_head is None else "gqa"} | options
         if options.get("head_type", cls.head_type) != "shga" and "d_k" not in options:
-            if n_head and d_model % n_head:
-                raise UserError(
-                    f"d_model={d_model} is not a multiple of n_head={n_head}; change one of them "
-                    "or give d_k"
-                )
+            _check_multiple("", d_model=d_model, n_head=n_head or 1)
             n = n_head or n_kv_head or 1
             widths = [d_model // n] if n_head else range(min(cls.d_k, d_model), 0, -1)
             options["d_k"] = next((d for d in widths if d_model % (d * n) == 0), 1)
@@ -136,10 +128,8 @@ class AttentionConfig(_AttentionFields):
     @property
     def heads(self) -> Heads:
         """The head geometry, fully determined."""
-        assert self.n_head is not None
-        assert self.n_kv_head is not None
-        assert self.d_v is not None
-        return Heads(self.n_head, self.n_kv_head, self.d_k, self.d_v, self.head_type == "shga")
+        of: Any = self  # __post_init__ has set what may be None
+        return Heads(of.n_head, of.n_kv_head, of.d_k, of.d_v, self.head_type == "shga")
 
 
 @dataclass(frozen=True)
@@ -205,8 +195,7 @@ class ModelConfig(_AttentionFields):
     def d_ff(self) -> int:
         """Width of the feed-forward layer, 0 if there is none.
 
-        4 d_model for MHA and 5 d_model for MQA as in the paper; in between for GQA, so that models
-        of one width have about the same size.
+        4 d_model for MHA and 5 d_model for MQA as in the paper; in between for GQA.
         """
         heads = self.layer.heads
         if heads.is_gated:
@@ -227,9 +216,16 @@ def _check_unused(config: object, part: str, names: Iterable[str], setting: str)
     for name in names:
         value = getattr(config, name)
         if value != getattr(type(config), name):
-            raise UserError(
-                f"{part}.{name}={shown(value)}: {setting} does not use it; leave it out"
-            )
+            problem = f"{part}.{name}={shown(value)}: {setting} does not use it"
+            raise UserError(f"{problem}; leave it out")
+
+
+def _check_multiple(part: str, **sizes: int) -> None:
+    """Raise UserError unless the first of two fields is a multiple of the second."""
+    (name, size), (of, divisor) = sizes.items()
+    if size % divisor:
+        problem = f"{part}{name}={size} is not a multiple of {part}{of}={divisor}"
+        raise UserError(f"{problem}; change one of them")
 
 
 @dataclass(frozen=True)
@@ -277,9 +273,7 @@ class DataConfig:
             only_text.append("tokenizer")
         _check_unused(self, "data", only_text, f"data.dataset={self.dataset}")
         if len(self.path) > 1:
-            raise UserError(
-                f"data.dataset={self.dataset} is read from one --data.path, not {len(self.path)}"
-            )
+            raise UserError(f"data.dataset={self.dataset} is read from a single --data.path")
 
     @property
     def cache_folder(self) -> str:
@@ -431,16 +425,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "train")
-        if self.seq_len % self.backprop_len:
-            raise UserError(
-                f"train.seq_len={self.seq_len} is not a multiple of "
-                f"train.backprop_len={self.backprop_len}; change one of them"
-            )
-        if self.accumulate and self.batch_size % self.accumulate:
-            raise UserError(
-                f"train.batch_size={self.batch_size} is not a multiple of "
-                f"train.accumulate={self.accumulate}; change one of them"
-            )
+        _check_multiple("train.", seq_len=self.seq_len, backprop_len=self.backprop_len)
+        _check_multiple("train.", batch_size=self.batch_size, accumulate=self.accumulate or 1)
 
 
 @dataclass(frozen=True)
@@ -475,11 +461,10 @@ class ParallelConfig:
         if filled.n_processes == n_processes:
             return filled
         asked = f"{filled.dp} x {self.fsdp} x {self.cp} x {self.tp} = {filled.n_processes}"
-        raise UserError(
-            f"parallel: dp x fsdp x cp x tp = {asked} processes requested, but {n_processes} are "
-            f"running; start with `torchrun --nproc-per-node {filled.n_processes} -m "
-            "transformer_vq ...`, or change --parallel.*"
-        )
+        asked = f"dp x fsdp x cp x tp = {asked} processes requested"
+        command = f"torchrun --nproc-per-node {filled.n_processes} -m transformer_vq ..."
+        fix = f"start with `{command}`, or change --parallel.*"
+        raise UserError(f"parallel: {asked}, but {n_processes} are running; {fix}")
 
 
 @dataclass(frozen=True)
@@ -500,11 +485,9 @@ class RunConfig:
         check_fields(self)
         start = self.optim.decay_start(self.train.steps)
         if self.optim.warmup > start:
-            raise UserError(
-                f"optim.warmup={self.optim.warmup}: the decay of optim.schedule=wsd starts at step "
-                f"{start} of {self.train.steps}; use a shorter --optim.warmup, a smaller "
-                "--optim.decay-share or more --train.steps"
-            )
+            problem = f"the decay of optim.schedule=wsd starts at step {start}"
+            fix = "use a shorter --optim.warmup, a smaller --optim.decay-share or more steps"
+            raise UserError(f"optim.warmup={self.optim.warmup}: {problem}; {fix}")
 
     @classmethod
     def from_dict(cls, values: object) -> RunConfig:
@@ -513,10 +496,9 @@ class RunConfig:
 
     def differences(self, other: RunConfig) -> dict[str, tuple[Any, Any]]:
         """Return the fields that differ, as `section.field`, with both values."""
-        found = {}
-        for part in fields(self):
-            ours, theirs = getattr(self, part.name), getattr(other, part.name)
-            for name, value in asdict(ours).items():
-                if value != getattr(theirs, name):
-                    found[f"{part.name}.{name}"] = (value, getattr(theirs, name))
-        return found
+        pairs = {
+            f"{section}.{name}": (value, getattr(getattr(other, section), name))
+            for section, part in self.to_dict().items()
+            for name, value in part.items()
+        }
+        return {name: (ours, theirs) for name, (ours, theirs) in pairs.items() if ours != theirs}

@@ -89,9 +89,7 @@ def read_config_file(path: Path) -> ConfigFile:
             raise ConfigFileError(f"{path.parent} is not a run folder (no config.json)")
     parse = {".toml": tomllib.loads, ".json": json.loads}.get(path.suffix.lower())
     if parse is None:
-        raise ConfigFileError(
-            f"{path} is not a config file; use a .toml or .json file, or a run folder"
-        )
+        raise ConfigFileError(f"{path} is not a config file; use a .toml or .json file")
     if not path.exists():
         raise ConfigFileError(f"{path} does not exist; `tvq config tiny > my.toml` writes one")
     try:
@@ -106,13 +104,10 @@ def read_config_file(path: Path) -> ConfigFile:
         if section in ABOUT_RUN:
             continue
         if not isinstance(settings, dict):
-            raise ConfigFileError(
-                f"{path}: {section} is not a section with options; sections are "
-                f"{', '.join(SECTIONS)}"
-            )
+            names = ", ".join(SECTIONS)
+            raise ConfigFileError(f"{path}: {section} is not a section with options; use {names}")
         found[section] = {
-            key.replace("-", "_"): None if value == NONE else value
-            for key, value in settings.items()
+            k.replace("-", "_"): x if x != NONE else None for k, x in settings.items()
         }
     return ConfigFile(path, None if preset is None else str(preset), found)
 

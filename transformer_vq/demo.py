@@ -20,8 +20,6 @@ from transformer_vq.ops.quadratic import quadratic_vq_attention
 from transformer_vq.ops.state import VQState
 from transformer_vq.training.checkpoint import load_run
 
-PROMPT = "import os\n\ndef "
-BOOKS_PROMPT = "It was"
 HEAD_TYPES: tuple[HeadType, ...] = ("shga", "mqa", "mha")  # the head types of the paper
 ROUNDING = 1e-12  # of float64, in relative differences
 Row = tuple[HeadType, Reduction, float, float]
@@ -75,14 +73,8 @@ def differences_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def books_sample() -> str:
-    """Return a text that the model in the package generates."""
-    model, tokenizer, _ = load_run("books")
-    text = generate_text(model, tokenizer, BOOKS_PROMPT, 150, temperature=0.7, seed=1)
-    return BOOKS_PROMPT + text
-
-
-def sample(run: Path) -> str:
-    """Return a text that the model of a finished run generates."""
+def sample(run: str | Path, prompt: str, n_tokens: int, temperature: float = 1.0) -> str:
+    """Return a text that the model of a finished run generates, with the prompt."""
     model, tokenizer, _ = load_run(run)
-    return PROMPT + generate_text(model, tokenizer, PROMPT, 400, top_p=0.95, seed=1)
+    text = generate_text(model, tokenizer, prompt, n_tokens, temperature=temperature, seed=1)
+    return prompt + text

@@ -177,10 +177,8 @@ class HostCopy:
 def keep_freed_memory() -> None:
     """Configure glibc to reuse freed memory instead of returning it to the system.
 
-    By default, glibc returns the memory of large tensors and requests it again for the next one.
-    The page faults take up to a third of a training step on a CPU. Allocations of 2 GB and more are
-    still returned, because gaps of that size would waste too much memory. Other C libraries are not
-    changed.
+    Page faults for the memory of large tensors take up to a third of a training step on a CPU.
+    Allocations of 2 GB and more are still returned: gaps of that size would waste too much memory.
     """
     mmap_max, mmap_threshold, trim_threshold = -4, -3, -1  # constants from malloc.h
     try:

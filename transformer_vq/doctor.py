@@ -136,9 +136,7 @@ def isolated(row: Finding, group: Group | str, device: torch.device) -> list[Fin
         return [replace(row, note=group)]
     command = [sys.executable, "-m", "transformer_vq.doctor", group.__name__, str(device)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=TIME_LIMIT
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT)
     except subprocess.TimeoutExpired:
         return [replace(row, note=f"exceeded the time limit of {TIME_LIMIT:g} s")]
     if done.returncode < 0:
@@ -166,8 +164,8 @@ def check_models(device: torch.device) -> list[Finding]:
 
 def check_triton(device: torch.device) -> list[Finding]:
     """Check the Triton kernels."""
-    paths: dict[str, Run] = {"training step, triton": _train, "decoder, triton": _decode}
-    return [check_path(name, run, "triton", device) for name, run in paths.items()]
+    step = check_path("training step, triton", _train, "triton", device)
+    return [step, check_path("decoder, triton", _decode, "triton", device)]
 
 
 def check_compiled_decoder(device: torch.device) -> list[Finding]:
@@ -229,19 +227,10 @@ def make_models(
     """
     is_cpu = device.type == "cpu"
     d_model, d_k, n_code, block_len = (64, 16, 24, 16) if is_cpu else (256, 64, 256, 128)
-    config = ModelConfig(
-        vocab_size=64,
-        d_model=d_model,
-        n_layer=1,
-        head_type=heads,
-        attention="full" if kind == "full" else "vq",
-        d_k=d_k,
-        n_kv_head=2 if heads == "gqa" else None,
-        n_code=n_code,
-        block_len=block_len,
-        codebook_init="random",
-        revive_below=0.0,
-    )
+    n_kv_head = 2 if heads == "gqa" else None
+    config = ModelConfig(64, d_model, 1, head_type=heads, n_kv_head=n_kv_head, d_k=d_k)
+    config = replace(config, n_code=n_code, block_len=block_len, codebook_init="random")
+    config = replace(config, attention="full" if kind == "full" else "vq", revive_below=0.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         tokens = torch.randint(config.vocab_size, (2, 4 * block_len + block_len * 2 // 3))
@@ -298,14 +287,11 @@ def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
 # Host syncs and speed
 
 
-def _trainer(
-    config: ModelConfig, shape: tuple[int, int], device: torch.device
-) -> Callable[[], Any]:
-    """Return a function that takes a training step of `tvq train` on random tokens."""
-    b, t = shape
+def _trainer(config: ModelConfig, b: int, t: int, device: torch.device) -> Callable[[], Any]:
+    """Return a function that takes a training step of `tvq train` on random tokens, [b, t]."""
     train = TrainConfig(batch_size=b, seq_len=t, backprop_len=t, precision=_precision(device))
     trainer = Trainer(TransformerVQ(config), RunConfig(config, train=train), device)
-    tokens = torch.randint(config.vocab_size, shape)
+    tokens = torch.randint(config.vocab_size, (b, t))
     batch = Batch(tokens, tokens.roll(-1, dims=1))
     return lambda: trainer.step(batch, 0, begins=True)
 
@@ -327,7 +313,7 @@ def count_syncs(device: torch.device) -> list[Finding]:
     config = ModelConfig(256, 256, 1)
     decode = _decoder(config, 2, device)
     works: dict[str, Callable[[], Any]] = {
-        "one training step": _trainer(config, (2, 4 * config.block_len), device),
+        "one training step": _trainer(config, 2, 4 * config.block_len, device),
         f"decoding {N_TOKENS} tokens": lambda: [decode() for _ in range(N_TOKENS)],
     }
     found = []
@@ -351,15 +337,15 @@ def measure_speed(device: torch.device) -> list[Finding]:
     is_cpu, dtype = device.type == "cpu", _precision(device)
     config = ModelConfig(256, 256, 1) if is_cpu else ModelConfig(256, 768, 4)
     b, t, width = (1, 4096, 2048) if is_cpu else (4, 8192, 8192)
-    step = _seconds(_trainer(config, (b, t), device))
+    step = _seconds(_trainer(config, b, t, device))
     x = torch.ones(width, width, device=device)
     square = x.bfloat16() if dtype == "bf16" else x
     rate = 2 * width**3 / _seconds(lambda: square @ square)
     share = 3 * flops_per_token(config, t) * b * t / step / rate
-    note = f"{share:.2f} of the matrix-product rate ({rate / 1e9:,.0f} GFLOP/s)"
-    peak = f"{peak_bytes(device) / 1e9:.2f} GB peak"
-    name, value = f"training, {b} x {t:,} tokens", b * t / step
-    found = [Finding("Speed", name, dtype, "ok", value, f"{note}, {peak}")]
+    note = f"{share:.2f} of the matrix-product rate ({rate / 1e9:,.0f} GFLOP/s), "
+    note += f"{peak_bytes(device) / 1e9:.2f} GB peak"
+    name = f"training, {b} x {t:,} tokens"
+    found = [Finding("Speed", name, dtype, "ok", b * t / step, note)]
     for n in (1, 8):
         value = n / _seconds(_decoder(config, n, device))
         found.append(Finding("Speed", f"decoding, batch {n}", "fp32", "ok", value))
@@ -429,17 +415,12 @@ def markdown(diagnosis: Diagnosis) -> str:
     for section, number in SECTIONS.items():
         lines += ["", f"## {section}", "", f"| check | dtype | result | {number} | details |"]
         lines.append("| --- | --- | --- | ---: | --- |")
-        rows = [x for x in diagnosis.findings if x.section == section]
-        lines += [
-            f"| {x.name} | {x.dtype} | {x.status} | {_number(x.value)} | {x.note} |" for x in rows
-        ]
+        for x in diagnosis.findings:
+            if x.section == section:
+                is_count = x.value == 0 or (x.value or 0) >= 1
+                value = "" if x.value is None else f"{x.value:{',.0f' if is_count else '.1e'}}"
+                lines.append(f"| {x.name} | {x.dtype} | {x.status} | {value} | {x.note} |")
     return "\n".join([*lines, "", summary(diagnosis)])
-
-
-def _number(x: float | None) -> str:
-    if x is None:
-        return ""
-    return f"{x:,.0f}" if x >= 1 or x == 0 else f"{x:.1e}"
 
 
 def record(diagnosis: Diagnosis) -> dict[str, Any]:

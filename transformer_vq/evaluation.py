@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.data.batches import Batch, packs_documents, read_positions, read_rows
-from transformer_vq.data.corpus import Split, SplitSize
+from transformer_vq.data.corpus import Split
 from transformer_vq.device import evaluating, matmul_precision, to_device
 from transformer_vq.errors import UserError
 from transformer_vq.nn.model import TransformerVQ
@@ -67,17 +67,11 @@ class Evaluation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        perplexity = self.word_perplexity
-        return {
-            "protocol": self.protocol,
-            "bits_per_byte": self.bits_per_byte,
-            "nats_per_token": self.nats_per_token,
-            "word_perplexity": None if perplexity == math.inf else perplexity,
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "words": self.words,
-            "by_position": [vars(position_bin) for position_bin in self.by_position],
-        }
+        names = ("protocol", "bits_per_byte", "nats_per_token", "word_perplexity")
+        found = {x: getattr(self, x) for x in (*names, "tokens", "bytes", "words")}
+        if self.word_perplexity == math.inf:
+            found["word_perplexity"] = None
+        return found | {"by_position": [vars(x) for x in self.by_position]}
 
 
 def score(
@@ -100,21 +94,23 @@ def score(
     seq_len: T of the windowed protocol. span, batch_size: tokens and rows per forward pass; they
     change memory and speed, not the result. max_tokens: score only the start of the split; bytes
     and words are then scaled in proportion. Return None if `stopped` returns True. share: (rank,
-    number of ranks) that split the contexts; `total` sums over them. Raise NotFiniteError if the
-    loss is NaN.
+    number of ranks) that split the contexts; `total` sums over them. Raise NotFiniteError for NaN.
     """
-    check_sizes(seq_len=seq_len, span=span, batch_size=batch_size, max_tokens=max_tokens)
+    sizes = {"seq_len": seq_len, "span": span, "batch_size": batch_size, "max_tokens": max_tokens}
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise UserError(f"{name}={size}: must be at least 1")
     device = next(model.parameters()).device
     nats = torch.zeros(N_BINS, dtype=torch.float64, device=device)
     count = torch.zeros(N_BINS, dtype=torch.int64, device=device)
     with evaluating(model), matmul_precision(device, precision):
-        state, of_group = None, -1
+        state = None
         contexts = _contexts(split, protocol, seq_len, max_tokens)
-        for group, positions, batch in _spans(split, contexts, batch_size, span, share):
+        for is_first, positions, batch in _spans(split, contexts, batch_size, span, share):
             if stopped():
                 return None
-            if group != of_group:
-                state, of_group = None, group
+            if is_first:
+                state = None
             elif state is not None and len(positions) < len(state.position):
                 state = state.select(torch.arange(len(positions), device=device))
             n_targets = batch.n_targets
@@ -130,7 +126,18 @@ def score(
             nats.index_add_(0, bins, losses.double() * weight.flatten())
             count.index_add_(0, bins, weight.flatten())
             advance(n_targets)
-    return _summary(protocol, total(nats).tolist(), total(count).tolist(), split.size)
+    nats_of, tokens_of = total(nats).tolist(), total(count).tolist()
+    if math.isnan(sum(nats_of)):
+        raise NotFiniteError("the loss is NaN; the weights or the codebooks are not finite")
+    by_position = tuple(
+        PositionBin(2**i - 1, 2 ** (i + 1) - 2, n, loss / n)
+        for i, (n, loss) in enumerate(zip(tokens_of, nats_of, strict=True))
+        if n
+    )
+    n_tokens, whole = sum(tokens_of), split.size
+    n_bytes = round(whole.bytes * (n_tokens / whole.tokens))
+    words = None if whole.words is None else round(whole.words * (n_tokens / whole.tokens))
+    return Evaluation(protocol, sum(nats_of), n_tokens, n_bytes, words, by_position)
 
 
 def position_bin(positions: Tensor) -> Tensor:
@@ -138,28 +145,17 @@ def position_bin(positions: Tensor) -> Tensor:
     return (positions + 1).double().frexp().exponent.long() - 1
 
 
-def check_sizes(**sizes: int | None) -> None:
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise UserError(f"{name}={size}: must be at least 1")
-
-
 def _contexts(
     split: Split, protocol: Protocol, seq_len: int, max_tokens: int | None
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Return starts and ends of contexts, longest first, and whether one spans documents."""
     size = len(split) if max_tokens is None else min(max_tokens, len(split))
-    if protocol == "windowed":
-        begins = np.arange(0, size, seq_len)
-        ends = np.minimum(begins + seq_len, size)
-        documents = packs_documents(split, seq_len)
-    else:
-        begins = np.asarray(split.starts)
-        begins = begins[begins < size]
-        ends = np.append(begins[1:], size)
-        documents = False
+    is_windowed = protocol == "windowed"
+    starts = np.asarray(split.starts)
+    begins = np.arange(0, size, seq_len) if is_windowed else starts[starts < size]
+    ends = np.append(begins[1:], size)
     order = np.argsort(begins - ends, kind="stable")
-    return begins[order], ends[order], documents
+    return begins[order], ends[order], is_windowed and packs_documents(split, seq_len)
 
 
 def _spans(
@@ -168,8 +164,8 @@ def _spans(
     batch_size: int,
     span: int,
     share: tuple[int, int],
-) -> Iterator[tuple[int, Tensor, Batch]]:
-    """Yield (index of the group of contexts, positions of the next span, the span).
+) -> Iterator[tuple[bool, Tensor, Batch]]:
+    """Yield (whether a group of contexts starts, positions of the next span, the span).
 
     Each rank takes every n-th context of a group. All ranks run the same number of spans, because
     the model may communicate; a rank without contexts gets padding.
@@ -187,26 +183,4 @@ def _spans(
             n = min(span, longest - offset)
             positions = read_positions(split, begins[:n_rows], offset, n)
             batch = read_rows(split, begins[:n_rows], ends[:n_rows], offset, n, documents)
-            yield first, positions, batch
-
-
-def _summary(
-    protocol: Protocol, nats: list[float], count: list[int], size: SplitSize
-) -> Evaluation:
-    if math.isnan(sum(nats)):
-        raise NotFiniteError("the loss is NaN; the weights or the codebooks are not finite")
-    tokens = sum(count)
-    share = tokens / size.tokens
-    bins = tuple(
-        PositionBin(2**i - 1, 2 ** (i + 1) - 2, count[i], nats[i] / count[i])
-        for i in range(N_BINS)
-        if count[i]
-    )
-    return Evaluation(
-        protocol=protocol,
-        nats=sum(nats),
-        tokens=tokens,
-        bytes=round(size.bytes * share),
-        words=None if size.words is None else round(size.words * share),
-        by_position=bins,
-    )
+            yield offset == 0, positions, batch

@@ -23,10 +23,7 @@ from transformer_vq.errors import UserError
 from transformer_vq.nn.model import TransformerVQ
 
 _ATTENTION = {
-    "q_proj.weight": "qkvg_producer/q_proj/kernel",
-    "k_proj.weight": "qkvg_producer/k_proj/kernel",
-    "v_proj.weight": "qkvg_producer/v_proj/kernel",
-    "g_proj.weight": "qkvg_producer/g_proj/kernel",
+    **{f"{x}_proj.weight": f"qkvg_producer/{x}_proj/kernel" for x in "qkvg"},
     "r_proj.weight": "xl_bias_producer/xl_r_proj/kernel",
     "o_proj.weight": "res_proj/kernel",
     "u": "xl_bias_producer/xl_u",
@@ -91,20 +88,16 @@ def load_official(
 
     params: maps flattened names, such as "stack/VQAttention_0/res_proj/kernel", to arrays.
     sequence_len: tokens per sequence in the official training, which determines the scale of the
-    codebook statistics. It does not affect the codewords, so it only matters if training continues.
-    With None, the statistics keep the official scale. Not needed for the attention types "vq_old"
-    and "full", which have no such scale.
+    codebook statistics of "vq". It does not affect the codewords, so it only matters if training
+    continues. With None, the statistics keep the official scale.
     Raises ValueError if names or shapes do not match the config.
     """
     n_blocks = 1  # by this factor, the official codebook statistics are larger than ours
     if sequence_len is not None:
         n_blocks, rest = divmod(sequence_len, config.block_len)
         if rest or n_blocks < 3:
-            raise UserError(
-                f"sequence_len={sequence_len}: the official code needs at least 3 blocks of "
-                f"block_len={config.block_len} tokens, and whole ones; use the sequence_len of its "
-                "config"
-            )
+            needed = f"whole blocks, at least 3 blocks of block_len={config.block_len} tokens"
+            raise UserError(f"sequence_len={sequence_len}: the official code needs {needed}")
         if any(map(_OLD.match, params)):  # "vq_old" averages over blocks, which cancels the factor
             n_blocks = 1
     params = {_OLD.sub(r"stack/\2Attention_\1/", name): array for name, array in params.items()}
@@ -113,25 +106,18 @@ def load_official(
     # The official code always creates a position scale, even if it is not used.
     missing, unknown = wanted - set(params), set(params) - wanted - {"pos_embed/scale"}
     if missing or unknown:
-        raise ValueError(
-            "the parameters do not match the config: "
-            f"missing {sorted(missing) or 'none'}, unexpected {sorted(unknown) or 'none'}"
-        )
+        found = f"missing {sorted(missing) or 'none'}, unexpected {sorted(unknown) or 'none'}"
+        raise ValueError(f"the parameters do not match the config: {found}")
     model = TransformerVQ(config, reduction=reduction)
     tensors = model.state_dict()
     for ours, official in names.items():
-        stack = np.asarray(params[official.name])
-        if official.layer is not None and stack.shape[:2] != (config.n_layer, 1):
-            raise ValueError(
-                f"{official.name} has leading dimensions {stack.shape[:2]}, expected "
-                f"(n_layer, 1) = ({config.n_layer}, 1)"
-            )
+        first, want = np.shape(params[official.name])[:2], tuple(tensors[ours].shape)
+        if official.layer is not None and first != (config.n_layer, 1):
+            raise ValueError(f"{official.name} starts with {first}, not (n_layer, 1)")
         array = np.atleast_1d(official.read(params))  # ours has no scalars
-        if array.shape != tuple(tensors[ours].shape):
-            raise ValueError(
-                f"{official.name} has shape {array.shape}, but {ours} has shape "
-                f"{tuple(tensors[ours].shape)}; check d_model, d_k, n_code and vocab_size"
-            )
+        if array.shape != want:
+            problem = f"{official.name} has shape {array.shape}, but {ours} has shape {want}"
+            raise ValueError(f"{problem}; check d_model, d_k, n_code and vocab_size")
         tensors[ours].copy_(torch.from_numpy(array.copy()))
     for name, tensor in tensors.items():
         if name.endswith("quantizer.started"):  # keep the loaded codebooks

@@ -12,18 +12,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from transformer_vq.errors import UserError, missing_extra
+from transformer_vq.errors import UserError, import_extra
 from transformer_vq.files import CorruptFileError, atomic_write, read_object
 from transformer_vq.progress import short
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.run_list import checkpoint_label
 
 INK, MUTED, LINE, GRID = "#1f2328", "#57606a", "#8c959f", "#e4e8ec"
-BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, ROSE = (
-    *("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#3f9bd1", "#3b4048", "#e0709a"),
-)
-COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, ROSE)
-"""Colors that remain distinguishable with color blindness, in the order of their use."""
+# Colors that remain distinguishable with color blindness, in the order of their use.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#3f9bd1", "#3b4048", "#e0709a")
+BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, ROSE = COLORS
 
 WIDTH = 8.0
 """Width of every figure in inches: 1,200 pixels, readable if shown 700 pixels wide."""
@@ -76,9 +74,8 @@ def plot_run(run: str | os.PathLike[str], out: str | os.PathLike[str] | None = N
         try:
             plot_positions(read_object(path), path.with_suffix(".png"))
         except (CorruptFileError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"{path} is not an evaluation; write it again with `tvq eval {run}`"
-            ) from error
+            fix = f"write it again with `tvq eval {run}`"
+            raise UserError(f"{path} is not an evaluation; {fix}") from error
         written.append(path.with_suffix(".png"))
     return written
 
@@ -116,17 +113,14 @@ def plot_curves(runs: dict[str, Rows], path: Path) -> None:
 def compare_runs(paths: Sequence[Path], out: Path, x: XAxis = "step") -> None:
     """Plot the training and validation loss of several run folders in one figure.
 
-    x: what the loss is plotted against; see `positions`. Raises UserError if a folder has no
-    metrics.
+    x: see `positions`. Raises UserError if a folder has no metrics.
     """
     absolute = [path.absolute() for path in paths]
     if len(set(absolute)) < len(absolute):
         raise UserError("a run is given twice; give every run once")
     names = [path.name for path in absolute]
-    runs = {
-        path.name if names.count(path.name) == 1 else str(path): _read_rows(path)
-        for path in absolute
-    }
+    shown = [str(x) if names.count(x.name) > 1 else x.name for x in absolute]
+    runs = dict(zip(shown, map(_read_rows, absolute), strict=True))
     with new_figure(out, height=4.2) as (figure, (axes,)):
         _draw_losses(figure, axes, runs, x)
 
@@ -163,13 +157,11 @@ def positions(rows: Rows, x: XAxis) -> list[float]:
     """
     places, step, tokens, seconds = [], 0, 0.0, 0.0
     for row in rows:
+        n_steps = 1
         if row["kind"] == "train":
-            n_steps = max(row["step"] - step, 0)
-            step = row["step"]
+            n_steps, step = max(row["step"] - step, 0), row["step"]
             tokens += n_steps * row.get("tokens", 0)
-            seconds += n_steps * row.get("seconds", 0)
-        else:
-            seconds += row.get("seconds", 0)
+        seconds += n_steps * row.get("seconds", 0)
         places.append({"step": row["step"], "tokens": tokens, "time": seconds}[x])
     return places
 
@@ -192,8 +184,7 @@ def plot_positions(evaluation: dict[str, Any], path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(thousands)
         axes.legend()
-        text = "Each point is the mean over a range of positions with at least"
-        note(figure, f"{text} {MIN_TOKENS} tokens.")
+        note(figure, f"Each point is the mean over positions with at least {MIN_TOKENS} tokens.")
 
 
 def smooth(values: Sequence[float], share: float = 0.02) -> list[float]:
@@ -213,13 +204,10 @@ def new_figure(path: Path, rows: int = 1, columns: int = 1, height: float = 3.4)
 
     The file is complete or absent. Nothing is written if the body raises.
     """
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise missing_extra("a figure", "matplotlib") from None
+    style = import_extra("matplotlib.style", "a figure", "matplotlib")
+    new = import_extra("matplotlib.figure", "a figure", "matplotlib").Figure
     with style.context(["default", STYLE]):
-        figure = Figure(figsize=(WIDTH, height * rows), dpi=DPI, layout="constrained")
+        figure = new(figsize=(WIDTH, height * rows), dpi=DPI, layout="constrained")
         axes = figure.subplots(rows, columns, squeeze=False)
         yield figure, list(axes.flat)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,13 +16,7 @@ _SMALL = ModelConfig(
     revive_below=0.0,
     commit_coef=1e-4,
 )
-_LARGE = replace(
-    _SMALL,
-    d_model=2048,
-    tie_embeddings=True,
-    final_norm=True,
-    logit_scale=0.005,
-)
+_LARGE = replace(_SMALL, d_model=2048, tie_embeddings=True, final_norm=True, logit_scale=0.005)
 
 _ADAFACTOR = OptimConfig(optimizer="adafactor", lr=0.01, grad_clip=None)
 _IMAGENET64 = DataConfig(dataset="imagenet64")
@@ -68,12 +62,7 @@ _BOOKS = RunConfig(
         grad_clip=1.0,
     ),
     train=replace(
-        _CPU_TRAIN,
-        seq_len=8192,
-        steps=2200,
-        eval_every=500,
-        save_every=250,
-        eval_tokens=100_000,
+        _CPU_TRAIN, seq_len=8192, steps=2200, eval_every=500, save_every=250, eval_tokens=100_000
     ),
 )
 

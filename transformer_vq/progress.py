@@ -32,15 +32,12 @@ class Reporter(Protocol):
         self, what: str, total: float | None, unit: str, done: float = 0
     ) -> AbstractContextManager[Advance]:
         """Show the progress of one task; `done` units were finished before it started."""
-        ...
 
     def info(self, message: str) -> None:
         """Show what has happened."""
-        ...
 
     def warn(self, message: str) -> None:
         """Show something the user should look at."""
-        ...
 
 
 @contextmanager
@@ -60,9 +57,9 @@ def progress_bar(what: str, total: float | None, unit: str, done: float = 0) -> 
     """Report the progress of one task to the reporter, if there is one."""
     if _reporter is None:
         yield lambda *_, **__: None
-        return
-    with _reporter.progress(what, total, unit, done) as advance:
-        yield advance
+    else:
+        with _reporter.progress(what, total, unit, done) as advance:
+            yield advance
 
 
 def info(message: str) -> None:

@@ -10,7 +10,7 @@ from transformer_vq.config import DataConfig, TrainConfig
 from transformer_vq.files import write_json
 from transformer_vq.hf import TransformerVQForCausalLM
 from transformer_vq.hf.export import export
-from transformer_vq.training.checkpoint import Checkpoint, load_model, read_config, save_checkpoint
+from transformer_vq.training.checkpoint import load_model, read_config, save_checkpoint
 from transformer_vq.training.metrics import write_rows
 
 ROWS = [
@@ -27,7 +27,8 @@ def write_run(folder, data=None, rows=ROWS, init_from=None):
     run = a_run(folder / "run", data, train, TOKENIZER)
     model = TransformerVQ(read_config(run).model)
     metadata = {"config": read_config(run).to_dict(), "best_loss": 3.0}
-    save_checkpoint(run, Checkpoint(3, model, {}, metadata), keep=1)
+    tensors = {f"model/{name}": x for name, x in model.state_dict().items()}
+    save_checkpoint(run, 3, tensors, metadata, keep=1)
     write_rows(run / "metrics.jsonl", rows)
     return run
 

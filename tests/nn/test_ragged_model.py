@@ -41,58 +41,55 @@ def total_usage(outputs):
 @pytest.mark.parametrize("head_type", HEAD_TYPES)
 @given(
     lengths=st.lists(st.sampled_from([1, 2, 4, 5, 8, 11, 17]), min_size=1, max_size=5),
+    padding=st.sampled_from(["none", "left", "right", "anywhere"]),
     cuts=st.sets(st.integers(1, 60), max_size=3),
     reduction=st.sampled_from(["auto", "serial", "matmul", "associative", "input_scan"]),
+    seed=st.integers(0, 99),
 )
-@settings(max_examples=4)
-def test_packed_documents_equal_separate_documents(head_type, attention, lengths, cuts, reduction):
+@settings(max_examples=8)
+def test_documents_and_padded_rows_equal_separate_sequences(
+    head_type, attention, lengths, padding, cuts, reduction, seed
+):
     model = make(head_type=head_type, attention=attention, reduction=reduction, n_layer=1)
     total = sum(lengths)
-    x = tokens(1, total)
-    ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-    logits, outputs = run(model, x, sorted(c for c in cuts if c < total), document_ids=ids)
-    separate = [model(part) for part in x.split(lengths, dim=1)]
-    assert_close("logits", logits, torch.cat([output.logits for output in separate], dim=1))
+    x = tokens(2, total, seed)
+    row_ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    ids = torch.stack([row_ids, torch.zeros_like(row_ids)])
+    generator = torch.Generator().manual_seed(seed)
+    length = torch.randint(1, total + 1, (2, 1), generator=generator)
+    valid = {
+        "none": torch.ones(2, total, dtype=torch.bool),
+        "left": torch.arange(total) >= total - length,
+        "right": torch.arange(total) < length,
+        "anywhere": torch.rand(2, total, generator=generator) < 0.5,
+    }[padding]
+    valid[:, 0] |= ~valid.any(1)
+    ragged = {} if padding == "none" else {"valid": valid}
+    if len(lengths) > 1:
+        ragged["document_ids"] = ids
+    edges = sorted(c for c in cuts if c < total)
+    logits, outputs = run(model, x.masked_fill(~valid, -100), edges, **ragged)
+    places = [
+        (ids == document) & valid & (torch.arange(2) == row)[:, None]
+        for row in range(2)
+        for document in ids[row].unique()
+    ]
+    places = [place for place in places if place.any()]
+    separate = [model(x[place][None]) for place in places]
+    for place, want in zip(places, separate, strict=True):
+        assert_close("sequence", logits[place], want.logits[0])
+    for row in range(2):
+        last = ids[row][valid[row]][-1:]
+        assert int(outputs[-1].state.position[row]) == int((valid & (ids == last))[row].sum())
     for got, want in zip(total_usage(outputs), total_usage(separate), strict=True):
         assert torch.equal(got.count, want.count)
         assert_close("usage", got.sum, want.sum)
     if attention == "vq":
-        sizes = [output.logits.shape[1] for output in outputs]
-        got_loss = sum(o.commit_loss * n for o, n in zip(outputs, sizes, strict=True))
-        want_loss = sum(o.commit_loss * n for o, n in zip(separate, lengths, strict=True))
+        edges = [0, *edges, total]
+        n_tokens = [valid[:, a:b].sum() for a, b in pairwise(edges)]
+        got_loss = sum(o.commit_loss * n for o, n in zip(outputs, n_tokens, strict=True))
+        want_loss = sum(o.commit_loss * p.sum() for o, p in zip(separate, places, strict=True))
         assert_close("commit loss", got_loss, want_loss)
-
-
-@pytest.mark.parametrize("attention", ["vq", "full"])
-@pytest.mark.parametrize("head_type", HEAD_TYPES)
-@given(
-    side=st.sampled_from(["left", "right", "anywhere"]),
-    cuts=st.sets(st.integers(1, 25), max_size=3),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=4)
-def test_a_padded_batch_equals_separate_rows(head_type, attention, side, cuts, seed):
-    model = make(head_type=head_type, attention=attention, n_layer=1)
-    x = tokens(3, 26, seed)
-    generator = torch.Generator().manual_seed(seed)
-    if side == "anywhere":
-        valid = torch.rand(3, 26, generator=generator) < 0.5
-        valid[:, 7] = True
-    else:
-        valid = torch.arange(26) < torch.randint(1, 27, (3, 1), generator=generator)
-        valid = valid.flip(1) if side == "left" else valid
-    logits, outputs = run(model, x.masked_fill(~valid, -100), sorted(cuts), valid=valid)
-    separate = [model(x[row][valid[row]][None]) for row in range(3)]
-    for row, want in enumerate(separate):
-        assert_close("row", logits[row][valid[row]], want.logits[0])
-    assert outputs[-1].state.position.tolist() == valid.sum(1).tolist()
-    for got, want in zip(total_usage(outputs), total_usage(separate), strict=True):
-        assert torch.equal(got.count, want.count)
-        assert_close("usage", got.sum, want.sum)
-    if attention == "vq" and not cuts:
-        n_tokens = valid.sum(1).tolist()
-        want_loss = sum(o.commit_loss * n for o, n in zip(separate, n_tokens, strict=True))
-        assert_close("commit loss", outputs[0].commit_loss, want_loss / sum(n_tokens))
 
 
 def test_rows_at_different_positions_continue_together():
@@ -124,21 +121,6 @@ def test_rows_may_pause():
         assert torch.equal(got.v[1], want.v[1])
         assert torch.equal(got.cache.count[1], want.cache.count[1])
     assert_close("next", model(x[:, :1], after).logits[1], model(x[:, :1], before).logits[1])
-
-
-@pytest.mark.parametrize("reduction", ["auto", "input_scan"])
-def test_activation_checkpointing_changes_nothing_for_ragged_batches(reduction):
-    x, valid = tokens(2, 22), torch.rand(2, 22) < 0.8
-    ids = torch.arange(22).expand(2, -1) // 6
-    grads = []
-    for checkpoint_activations in (False, True):
-        torch.manual_seed(0)
-        model = tiny_model(reduction, checkpoint_activations=checkpoint_activations).double()
-        output = model(x, valid=valid, document_ids=ids)
-        (output.logits[valid].square().mean() + output.commit_loss).backward()
-        grads.append([p.grad for p in model.parameters()])
-    for got, want in zip(*grads, strict=True):
-        assert_close("gradient", got, want)
 
 
 def test_the_content_of_padding_is_ignored_even_if_nan():

@@ -3,20 +3,23 @@
 Run by `test_triton.py` in a subprocess with TRITON_INTERPRET=1.
 """
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from helpers import (
+    assert_bfloat16_close,
     assert_close,
     assert_equal_to_serial,
     assert_same_gradients,
     attention_inputs,
-    run_split,
     tiny_model,
+    training_results,
 )
-from interpreter import detectors
+from interpreter import install_detectors
+from test_fused import assert_assembled_states_equal
 
 from transformer_vq.errors import UserError
 from transformer_vq.generation.decoder import Decoder
@@ -41,8 +44,7 @@ def _checked(monkeypatch):
         for name, tiles in launch.TILES.items()
     }
     monkeypatch.setattr(launch, "TILES", small)
-    with detectors():
-        yield
+    install_detectors(monkeypatch)
 
 
 equal = partial(assert_equal_to_serial, backend="triton")
@@ -112,56 +114,23 @@ def test_positional_scores_are_optional():
 
 
 def test_states_assembled_by_hand_equal_the_reference():
-    inputs = inputs_of(2 * L + 9, "mha", b=2)
-    empty = inputs.empty_state()
-    _, seen = vq_attention(*inputs.part(0, 2 * L + 3), empty, reduction="serial")
-    part = inputs.part(2 * L + 3, 2 * L + 9)
-    for state in (
-        replace(empty, cache=seen.cache),
-        replace(seen, position=empty.position),
-        seen.reset(torch.tensor([True, False])),
-    ):
-        want, after = vq_attention(*part, state, reduction="serial")
-        got, got_after = vq_attention(*part, state, backend="triton")
-        assert_close("output", got, want)
-        assert torch.equal(got_after.cache.count, after.cache.count)
+    assert_assembled_states_equal(inputs_of(27, b=2), (6,), backend="triton")
 
 
 @pytest.mark.parametrize("d_v", [16, 24])
-def test_bfloat16_is_close_to_float32(d_v):
-    low = attention_inputs(
-        L + 3, b=1, block_len=L, d_k=16, d_v=d_v, dtype=torch.bfloat16, requires_grad=True
-    )
-    high = attention_inputs(L + 3, b=1, block_len=L, d_k=16, d_v=d_v, dtype=torch.float32)
-    for a, b in zip(high.leaves().values(), low.leaves().values(), strict=True):
-        a.data.copy_(b)
-        a.requires_grad_()
-    high.codebook = low.codebook.float()
-    got, _ = run_split(low, backend="triton")
-    want, _ = run_split(high, reduction="serial")
-    assert_close("output", got.float(), want, 2e-2)
-    probe = torch.randn_like(want)
-    grads = torch.autograd.grad((got * probe).sum(), list(low.leaves().values()))
-    wanted = torch.autograd.grad((want * probe).sum(), list(high.leaves().values()))
-    for name, a, b in zip(low.leaves(), grads, wanted, strict=True):
-        assert_close(f"gradient of {name}", a.float(), b, 2e-2)
-
-
-def copy_of(state, has_keys):
-    """Return a copy that keeps the keys of its window, or none."""
-    copied = {}
-    for name, x in vars(state).items():
-        is_tuple = isinstance(x, tuple)
-        copied[name] = tuple(y.clone() for y in x) if is_tuple else x if x is None else x.clone()
-    return DecodeState(**copied | ({} if has_keys else {"k": None}))
+def test_bfloat16_is_close_to_float64(d_v):
+    sizes = {"b": 1, "block_len": L, "d_k": 16, "d_v": d_v}
+    low = attention_inputs(L + 3, dtype=torch.bfloat16, requires_grad=True, **sizes)
+    assert_bfloat16_close(low, backend="triton")
 
 
 def equal_to_the_reference(inputs, start, state, has_keys, dtype=None, has_bias=True):
     """Decode all tokens from `start` on with both, and compare outputs and states."""
     codebook = inputs.codebook
-    # Keys of another codebook are kept: all states have them, and the copy below drops them.
+    # Keys of another codebook are kept: all states have them, and are dropped below.
     reference = DecodeState.of([state], [codebook + 1], dtype)
-    reference, state = copy_of(reference, has_keys), copy_of(reference, has_keys)
+    reference = reference if has_keys else replace(reference, k=None)
+    state = deepcopy(reference)
     for t in range(start, inputs.z.shape[-1]):
         q, k_hat, z, v, codebook, by_distance = inputs.part(t, t + 1)
         q, k_hat, v, by_distance = (x[..., 0, :] for x in (q, k_hat, v, by_distance))
@@ -246,29 +215,10 @@ def test_the_first_of_equal_codes_wins():
 @pytest.mark.slow
 @pytest.mark.parametrize("head_type", ["shga", "gqa"])  # wide values, and the single kernel
 def test_a_model_equals_the_plain_one(head_type):
-    """Two segments, with padding and documents; logits, gradients, state and code usage."""
-    results = []
-    tokens = torch.randint(17, (2, 9), generator=torch.Generator().manual_seed(1))
-    valid = torch.ones(2, 5, dtype=torch.bool)
-    valid[1, 2] = False
-    ids = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 0, 0]])
-    more = {"valid": valid, "document_ids": ids}
-    for method in ({"reduction": "serial"}, {"backend": "triton"}):
-        torch.manual_seed(0)
-        model = tiny_model(**method, head_type=head_type, n_layer=1)
-        first = model(tokens[:, :5], **more)
-        later = ids[:, -1:].expand(-1, 4)
-        second = model(tokens[:, 5:], first.state, document_ids=later)
-        loss = first.logits.square().sum() + second.logits.square().sum() + second.commit_loss
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        counts = [layer.cache.count for layer in second.state.layers]
-        usage = [x.count for out in (first, second) for x in out.code_usage]
-        results.append(((first.logits, second.logits, *gradients), (*counts, *usage)))
-    (want, want_exact), (got, exact) = results
-    for a, b in zip(got, want, strict=True):
-        assert_close("logits or gradient", a, b)
-    for a, b in zip(exact, want_exact, strict=True):
-        assert torch.equal(a, b)
+    sizes = {"seq_len": 9, "dtype": torch.float32, "head_type": head_type}
+    got = training_results(backend="triton", **sizes)
+    for name, want in training_results(reduction="serial", **sizes).items():
+        assert_close(name, got[name], want)
 
 
 def test_unsupported_cases_are_rejected():

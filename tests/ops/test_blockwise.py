@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from transformer_vq.ops.blockwise import encoder_attention, vq_attention
 from transformer_vq.ops.cache import block_stats
 from transformer_vq.ops.quadratic import distance_bias, quadratic_attention
-from transformer_vq.ops.state import VQState
 
 REDUCTIONS = ["auto", "serial", "matmul", "associative", "input_scan"]
 HEADS = {"shga": (1, 1), "mqa": (1, 3), "mha": (3, 1)}
@@ -29,33 +28,21 @@ def squared_relu(scores: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("phi", [None, squared_relu], ids=["softmax", "elementwise"])
 @pytest.mark.parametrize(
-    ("seq_len", "heads"),
+    ("seq_len", "heads", "cuts"),
     [
-        *((1, "shga"), (L - 1, "mqa"), (L, "mha"), (L + 1, "shga"), (2 * L, "mqa")),
-        *((23, "shga"), (23, "mha"), (9 * L, "mqa")),
+        *((1, "shga", ()), (L - 1, "mqa", ()), (L, "mha", ()), (L + 1, "shga", ())),
+        *((2 * L, "mqa", ()), (23, "shga", ()), (23, "mha", ()), (9 * L, "mqa", ())),
+        *((27, "mqa", (1,)), (27, "shga", (L,)), (27, "mha", (5, 6))),
+        *((27, "mqa", (2 * L + 1,)), (27, "mha", (3, 7, 19))),
     ],
 )
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_blockwise_equals_the_definition(reduction, heads, seq_len, phi):
-    h, g = HEADS[heads]
-    inputs = attention_inputs(seq_len, h=h, g=g, block_len=L, requires_grad=True)
-    got, _ = run_split(inputs, reduction=reduction, phi=phi)
-    want = reference(inputs, phi=phi)
-    assert_close("output", got, want)
-    assert_same_gradients(inputs.leaves(), got, want)
-
-
-@pytest.mark.parametrize(
-    ("cuts", "heads"),
-    [((1,), "mqa"), ((L,), "shga"), ((5, 6), "mha"), ((2 * L + 1,), "mqa"), ((3, 7, 19), "mha")],
-)
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_an_incoming_state_keeps_results_and_gradients(reduction, heads, cuts):
+def test_blockwise_equals_the_definition(reduction, heads, seq_len, cuts, phi):
     """Gradients flow through the state; which keys get one depends on where blocks begin."""
     h, g = HEADS[heads]
-    inputs = attention_inputs(27, h=h, g=g, block_len=L, requires_grad=True)
-    got, _ = run_split(inputs, cuts, reduction=reduction)
-    want = reference(inputs, cuts=cuts)
+    inputs = attention_inputs(seq_len, h=h, g=g, block_len=L, requires_grad=True)
+    got, _ = run_split(inputs, cuts, reduction=reduction, phi=phi)
+    want = reference(inputs, cuts=cuts, phi=phi)
     assert_close("output", got, want)
     assert_same_gradients(inputs.leaves(), got, want)
 
@@ -128,26 +115,19 @@ def test_a_detached_state_stops_the_gradient_and_keeps_the_values():
     assert grad[..., 11:, :].any()
 
 
-def test_rows_of_a_state_can_be_selected_and_repeated():
+def test_rows_of_a_state_can_be_selected_repeated_and_reset():
     inputs = attention_inputs(20, b=3, block_len=L)
     _, state = vq_attention(*inputs.part(0, 11), inputs.empty_state())
-    rows = torch.tensor([2, 0, 2, 1])
+    rows, is_reset = torch.tensor([2, 0, 2, 1]), torch.tensor([False, True, False, False])
+    state = state.select(rows).reset(is_reset)
+    assert state.position.tolist() == [11, 0, 11, 11]
     chosen = [x if x is inputs.codebook else x[rows] for x in inputs.part(11, 20)]
-    got, _ = vq_attention(*chosen, state.select(rows))
-    assert_close("output", got, reference(inputs)[rows][..., 11:, :])
-
-
-def test_a_reset_row_starts_a_new_sequence():
-    inputs = attention_inputs(20, b=3, block_len=L)
-    _, state = vq_attention(*inputs.part(0, 11), inputs.empty_state())
-    state = state.reset(torch.tensor([False, True, False]))
-    assert state.position.tolist() == [11, 0, 11]
-    got, state = vq_attention(*inputs.part(11, 20), state)
+    got, state = vq_attention(*chosen, state)
     separate, _ = vq_attention(*inputs.part(11, 20), inputs.empty_state())
-    want = reference(inputs)[..., 11:, :]
-    assert_close("rows that continue", got[[0, 2]], want[[0, 2]])
-    assert_close("row that begins", got[1], separate[1])
-    assert state.position.tolist() == [20, 9, 20]
+    want = reference(inputs)[rows][..., 11:, :]
+    assert_close("rows that continue", got[~is_reset], want[~is_reset])
+    assert_close("row that begins", got[1], separate[0])
+    assert state.position.tolist() == [20, 9, 20, 20]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -205,23 +185,13 @@ def test_attention_rejects_arguments_of_another_length(wrong):
         vq_attention(*inputs.part(0, 9), inputs.empty_state())
 
 
-def test_attention_rejects_states_and_biases_of_another_shape():
+def test_other_wrong_shapes_are_rejected():
     inputs = attention_inputs(9)
     with pytest.raises(ValueError, match="state_keys has shape"):
         vq_attention(*inputs.part(0, 9), attention_inputs(9, b=3).empty_state())
     with pytest.raises(ValueError, match="by_distance has 5 distances, want 6"):
         vq_attention(*inputs.part(0, 9), attention_inputs(9, block_len=5).empty_state())
-
-
-def test_the_other_ops_reject_wrong_shapes():
-    inputs = attention_inputs(9)
     with pytest.raises(ValueError, match="z has shape"):
         encoder_attention(inputs.q, inputs.z[0], inputs.v, inputs.codebook)
     with pytest.raises(ValueError, match="v has shape"):
         quadratic_attention(inputs.q, inputs.k_hat, inputs.v[:, :, 1:])
-
-
-def test_bytes_are_those_of_all_tensors():
-    state = VQState.empty(2, 3, 4, 5, 6, 7, dtype=torch.float32)
-    window = 2 * 3 * 4 * (5 + 6) * 4 + 2 * 3 * 4 * 8
-    assert state.n_bytes == window + 2 * 8 + 2 * 3 * 7 * (6 * 4 + 8)

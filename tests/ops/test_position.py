@@ -47,25 +47,17 @@ def test_local_bias_puts_each_distance_in_its_place(n_query, older):
 
 
 @pytest.mark.parametrize(("n_query", "n_key"), [(1, 1), (1, 4), (3, 3), (3, 7)])
-def test_causal_bias_puts_each_distance_in_its_place(n_query, n_key):
-    by_distance = torch.randn(3, n_query, n_key)[1:]
-    bias = causal_bias(by_distance)
-    for i in range(n_query):
-        for j in range(n_key):
-            distance = i + n_key - n_query - j
-            want = by_distance[:, i, n_key - 1 - distance] if distance >= 0 else -math.inf
-            assert torch.equal(bias[:, i, j], torch.as_tensor(want).expand(2))
-
-
-@pytest.mark.parametrize(("n_query", "n_key"), [(1, 1), (1, 4), (3, 3), (3, 7)])
-def test_causal_bias_passes_each_gradient_back_to_its_distance(n_query, n_key):
+def test_causal_bias_puts_each_distance_in_its_place_and_passes_its_gradient_back(n_query, n_key):
     # Parts of larger tensors, which do not begin where their memory does.
     by_distance = torch.randn(3, 2, n_query, n_key, dtype=torch.float64, requires_grad=True)[1:]
     probe = torch.randn(3, 2, n_query, n_key, dtype=torch.float64)[1:]
-    (got,) = torch.autograd.grad(causal_bias(by_distance), by_distance, probe)
-    want = torch.zeros_like(got)
+    bias = causal_bias(by_distance)
+    (gradient,) = torch.autograd.grad(bias, by_distance, probe)
+    want, want_gradient = torch.full_like(bias, -math.inf), torch.zeros_like(gradient)
     for i in range(n_query):
         for j in range(i + n_key - n_query + 1):
-            distance = i + n_key - n_query - j
-            want[..., i, n_key - 1 - distance] += probe[..., i, j]
-    assert torch.equal(got, want)
+            at = n_key - 1 - (i + n_key - n_query - j)
+            want[..., i, j] = by_distance[..., i, at]
+            want_gradient[..., i, at] += probe[..., i, j]
+    assert torch.equal(bias, want)
+    assert torch.equal(gradient, want_gradient)

@@ -13,7 +13,7 @@ from helpers import (
     reference,
     run_split,
 )
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transformer_vq.ops.blockwise import vq_attention
@@ -49,30 +49,53 @@ def rows_of(inputs: Inputs, row: int, index: torch.Tensor) -> Inputs:
 
 @given(
     lengths=st.tuples(LENGTHS, LENGTHS),
+    packed=st.booleans(),
+    padding=st.sampled_from(["none", "left", "right", "anywhere"]),
     cuts=st.sets(st.integers(1, 100), max_size=5),
     reduction=st.sampled_from(REDUCTIONS),
     heads=st.sampled_from(sorted(HEADS)),
     cache=st.booleans(),
+    seed=st.integers(0, 1000),
 )
-def test_packed_documents_equal_separate_documents(lengths, cuts, reduction, heads, cache):
+@settings(max_examples=120)
+def test_documents_and_padded_rows_equal_separate_sequences(
+    lengths, packed, padding, cuts, reduction, heads, cache, seed
+):
     h, g = HEADS[heads]
     total = max(sum(row) for row in lengths)
-    lengths = [[*row, *([total - sum(row)] if sum(row) < total else [])] for row in lengths]
-    inputs = attention_inputs(total, h=h, g=g, block_len=L)
+    lengths = [[*row, total - sum(row)] if packed else [total] for row in lengths]
+    inputs = attention_inputs(total, h=h, g=g, block_len=L, seed=seed)
     ids = torch.stack([ids_of(row) for row in lengths])
-    cuts = tuple(sorted(cut for cut in cuts if cut < total))
-    got, state = run_split(inputs, cuts, document_ids=ids, cache=cache, reduction=reduction)
-    for row, row_lengths in enumerate(lengths):
-        start = 0
-        for length in row_lengths:
-            separate = rows_of(inputs, row, torch.arange(start, start + length))
+    generator = torch.Generator().manual_seed(seed)
+    length = torch.randint(0, total + 1, (2, 1), generator=generator)
+    valid = {
+        "none": torch.ones(2, total, dtype=torch.bool),
+        "left": torch.arange(total) >= length,
+        "right": torch.arange(total) < length,
+        "anywhere": torch.rand(2, total, generator=generator) < 0.6,
+    }[padding]
+    got, state = run_split(
+        inputs,
+        sorted(cut for cut in cuts if cut < total),
+        document_ids=ids.masked_fill(~valid, -100) if packed else None,
+        valid=None if padding == "none" else valid,
+        cache=cache,
+        reduction=reduction,
+    )
+    for row in range(2):
+        assert not got[row][..., ~valid[row], :].any()
+        if not valid[row].any():
+            assert int(state.position[row]) == 0
+            continue
+        for document in ids[row][valid[row]].unique_consecutive():
+            index = ((ids[row] == document) & valid[row]).nonzero().flatten()
+            separate = rows_of(inputs, row, index)
             want = reference(separate, window_only=not cache)
-            assert_close("document", got[row : row + 1, ..., start : start + length, :], want)
-            start += length
+            assert_close("document", got[row : row + 1][..., index, :], want)
         # The state holds the last document and nothing else.
         _, want_state = run_split(separate, (), cache=cache)
-        assert int(state.position[row]) == length
-        recent = min(length, L)
+        assert int(state.position[row]) == len(index)
+        recent = min(len(index), L)
         assert torch.equal(state.v[row, :, L - recent :], want_state.v[0, :, L - recent :])
         if cache:
             assert torch.equal(state.cache.count[row], want_state.cache.count[0])
@@ -99,47 +122,6 @@ def test_gradients_equal_those_of_the_reference_with_the_document_mask(reduction
     )
     assert_close("output", got, want)
     assert_same_gradients(inputs.leaves(), got, want)
-
-
-@given(
-    seq_len=st.integers(1, 40),
-    kind=st.sampled_from(["left", "right", "anywhere"]),
-    cuts=st.sets(st.integers(1, 39), max_size=4),
-    reduction=st.sampled_from(REDUCTIONS),
-    seed=st.integers(0, 1000),
-)
-def test_a_padded_batch_equals_separate_rows(seq_len, kind, cuts, reduction, seed):
-    generator = torch.Generator().manual_seed(seed)
-    inputs = attention_inputs(seq_len, b=3, block_len=L, seed=seed)
-    if kind == "anywhere":
-        valid = torch.rand(3, seq_len, generator=generator) < 0.6
-    else:
-        length = torch.randint(0, seq_len + 1, (3, 1), generator=generator)
-        valid = torch.arange(seq_len) < length
-        valid = valid.flip(1) if kind == "left" else valid
-    cuts = tuple(sorted(cut for cut in cuts if cut < seq_len))
-    got, state = run_split(inputs, cuts, valid=valid, reduction=reduction)
-    assert state.position.tolist() == valid.sum(1).tolist()
-    for row in range(3):
-        index = valid[row].nonzero().flatten()
-        assert not got[row][..., ~valid[row], :].any()
-        if len(index):
-            want = reference(rows_of(inputs, row, index))
-            assert_close("row", got[row : row + 1][..., index, :], want)
-
-
-@given(lengths=LENGTHS, cuts=st.sets(st.integers(1, 100), max_size=4), seed=st.integers(0, 1000))
-def test_padding_and_documents_together(lengths, cuts, seed):
-    total = sum(lengths)
-    inputs = attention_inputs(total, b=1, block_len=L, seed=seed)
-    valid = torch.rand(1, total, generator=torch.Generator().manual_seed(seed)) < 0.7
-    ids = ids_of(lengths)[None]
-    cuts = tuple(sorted(cut for cut in cuts if cut < total))
-    got, _ = run_split(inputs, cuts, document_ids=ids.masked_fill(~valid, -100), valid=valid)
-    for document in ids.unique():
-        index = ((ids[0] == document) & valid[0]).nonzero().flatten()
-        if len(index):
-            assert_close("document", got[..., index, :], reference(rows_of(inputs, 0, index)))
 
 
 def test_document_ids_from_starts_continue_across_segments():
@@ -172,17 +154,13 @@ def test_malformed_or_contradictory_input_is_rejected(arguments, message):
         read_packing(attention_inputs(3).empty_state(), 3, **arguments)
 
 
-def test_documents_after_a_state_without_documents_are_rejected():
+def test_documents_that_contradict_the_state_are_rejected():
     inputs = attention_inputs(6, block_len=L)
     _, state = vq_attention(*inputs.part(0, 3), inputs.empty_state())
     ids = torch.zeros(2, 3, dtype=torch.int64)
     with pytest.raises(ValueError, match="unknown whether its document continues"):
         read_packing(state, 3, None, ids)
     assert read_packing(state.reset(torch.tensor([True, True])), 3, None, ids) is not None
-
-
-def test_a_document_id_that_reappears_later_is_rejected():
-    inputs = attention_inputs(6, block_len=L)
     _, state = run_split(inputs, (), document_ids=torch.full((2, 6), 5))
     with pytest.raises(ValueError, match="reappears"):
         read_packing(state, 2, None, torch.tensor([[5, 6], [6, 5]]))

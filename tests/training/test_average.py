@@ -1,18 +1,11 @@
 """The moving average of the weights: its formula, validation, checkpoints."""
 
 import torch
-from helpers import (
-    assert_close,
-    checkpoint_tensors,
-    interrupt_after,
-    losses,
-    relative_rms,
-    tiny_run,
-)
+from helpers import assert_close, losses, relative_rms, tiny_run
 
 from transformer_vq.training import loop
-from transformer_vq.training.checkpoint import load_model
-from transformer_vq.training.run import resume, train
+from transformer_vq.training.checkpoint import load_model, newest_checkpoint
+from transformer_vq.training.run import train
 from transformer_vq.training.step import Trainer
 
 
@@ -31,13 +24,13 @@ def test_average_follows_its_formula(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Trainer, "step", recorded)
     train(averaging(tmp_path), tmp_path / "run")
-    saved = checkpoint_tensors(tmp_path / "run")
-    want, *after = [*weights, saved["model/embed.weight"].double()]
+    checkpoint = newest_checkpoint(tmp_path / "run")
+    want, *after = [*weights, checkpoint.model.embed.weight.detach().double()]
     assert len(after) == 10
     for t, x in enumerate(after):
         decay = min(0.8, (1 + t) / (10 + t))
         want = decay * want + (1 - decay) * x
-    got = saved["average/embed.weight"]
+    got = checkpoint.tensors["average/embed.weight"]
     assert got.dtype == torch.float32
     assert_close("average", got.double(), want, 1e-6)
     assert relative_rms(got, after[-1]) > 1e-3
@@ -52,13 +45,13 @@ def test_best_has_averaged_weights_and_last_the_trained_ones(tmp_path, monkeypat
 
     monkeypatch.setattr(loop, "score", recorded)
     train(averaging(tmp_path, train={"eval_every": 100}), tmp_path / "run")
-    saved = checkpoint_tensors(tmp_path / "run")
-    average = saved["average/embed.weight"]
+    checkpoint = newest_checkpoint(tmp_path / "run")
+    average = checkpoint.tensors["average/embed.weight"]
     best, last = (load_model(tmp_path / "run", which)[0] for which in ("best", "last"))
     assert len(scored) == 1
     assert scored[0].equal(average)
     assert best.embed.weight.equal(average)
-    assert last.embed.weight.equal(saved["model/embed.weight"])
+    assert last.embed.weight.equal(checkpoint.model.embed.weight)
     assert not last.embed.weight.equal(average)
     codebooks = [m.branches[0].quantizer.c_sum for m in (best, last)]
     assert codebooks[0].equal(codebooks[1])
@@ -72,20 +65,4 @@ def test_average_does_not_affect_training(tmp_path):
         for name in ("with", "without")
     )
     assert got == want
-    assert "average/embed.weight" not in checkpoint_tensors(tmp_path / "without")
-
-
-def test_resume_with_an_average_is_exact(tmp_path, monkeypatch):
-    train(averaging(tmp_path), tmp_path / "uninterrupted")
-    for n in (3, 7):
-        with monkeypatch.context() as patch:
-            interrupt_after(patch, n)
-            run = tmp_path / "run"
-            assert (resume(run) if n == 7 else train(averaging(tmp_path), run)).step == n + 1
-    resume(tmp_path / "run")
-    assert losses(tmp_path / "run") == losses(tmp_path / "uninterrupted")
-    runs = [tmp_path / "run", tmp_path / "uninterrupted"]
-    got, want = map(checkpoint_tensors, runs)
-    assert all(got[name].equal(x) for name, x in want.items() if name.startswith("average/"))
-    models = [load_model(run, "best")[0].state_dict() for run in runs]
-    assert all(x.equal(models[1][name]) for name, x in models[0].items())
+    assert "average/embed.weight" not in newest_checkpoint(tmp_path / "without").tensors

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from helpers import assert_close, interrupt_after, losses, tiny_run
+from helpers import assert_close, interrupted, losses, tiny_run
 
 from transformer_vq.training.checkpoint import load_model, read_config
 from transformer_vq.training.metrics import read_metrics
@@ -13,12 +13,10 @@ NO_DROPOUT = {"p_dropsin": 0.0, "p_dropres": 0.0, "p_droplyr": 0.0}
 
 
 @pytest.fixture
-def stopped(tmp_path, monkeypatch):
+def stopped(tmp_path):
     """A run without dropout that was stopped after four steps, within its sequences."""
     config = tiny_run(tmp_path, model=NO_DROPOUT, train={"accumulate": 2})
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 3)
-        train(config, tmp_path / "run")
+    interrupted(3, train, config, tmp_path / "run")
     return tmp_path / "run"
 
 
@@ -56,17 +54,13 @@ def test_another_number_of_micro_batches_gives_the_same_losses_up_to_rounding(st
     assert_close("embeddings", models[0].embed.weight, models[1].embed.weight, 1e-4)
 
 
-def test_micro_batches_with_dropout_are_resplit(tmp_path, monkeypatch):
-    config = tiny_run(tmp_path, model={"p_dropsin": 0.5, "p_droplyr": 0.5})
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 3)
-        train(config, tmp_path / "run")
+def test_micro_batches_with_dropout_are_resplit(tmp_path):
+    config, run = tiny_run(tmp_path, model={"p_dropsin": 0.5, "p_droplyr": 0.5}), tmp_path / "run"
+    interrupted(3, train, config, run)
     for accumulate, last in ((4, 5), (2, 7), (1, 9)):
-        with monkeypatch.context() as patch:
-            interrupt_after(patch, last - 1)
-            run = tmp_path / "run"
-            assert resume(run, changed(run, train={"accumulate": accumulate})).step == last
-    assert resume(tmp_path / "run").finished
+        config = changed(run, train={"accumulate": accumulate})
+        assert interrupted(last - 1, resume, run, config).step == last
+    assert resume(run).finished
 
 
 def test_accumulate_zero_chooses_again(stopped):
@@ -75,11 +69,9 @@ def test_accumulate_zero_chooses_again(stopped):
     assert read_history(stopped)[2]["changed"] == {"train.accumulate": [2, 1]}
 
 
-def test_the_precision_changes_within_a_sequence(stopped, tmp_path, monkeypatch):
+def test_the_precision_changes_within_a_sequence(stopped, tmp_path):
     train(read_config(stopped), tmp_path / "uninterrupted")
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 6)
-        assert resume(stopped, changed(stopped, train={"precision": "bf16"})).step == 7
+    assert interrupted(6, resume, stopped, changed(stopped, train={"precision": "bf16"})).step == 7
     assert resume(stopped, changed(stopped, train={"precision": "fp32"})).finished
     got, want = losses(stopped), losses(tmp_path / "uninterrupted")
     assert [row[2] for row in got] == pytest.approx([row[2] for row in want], rel=0.03)

@@ -1,29 +1,15 @@
 """Run folders: their config, and loading a trained model with its tokenizer."""
 
-from dataclasses import replace
-
 import pytest
-from helpers import interrupt_after, tiny_run
+from helpers import interrupted, tiny_run
 from test_evaluate import train_on_books
 
 from transformer_vq import TransformerVQ, generate, load_run
 from transformer_vq.data.tokenizers import JSON_FILE
 from transformer_vq.errors import UserError
 from transformer_vq.files import read_object, write_json
-from transformer_vq.training.checkpoint import (
-    CheckpointError,
-    load_model,
-    read_config,
-)
+from transformer_vq.training.checkpoint import CheckpointError, load_model
 from transformer_vq.training.run import read_history, resume, train
-
-
-@pytest.mark.parametrize("content", [None, "", "{", '{"model": {}}', '{"model": {"no": 1}}'])
-def test_read_config_rejects_a_folder_without_a_valid_config(tmp_path, content):
-    if content is not None:
-        (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match="config"):
-        read_config(tmp_path)
 
 
 def edit_config(run, section, **changes):
@@ -32,11 +18,9 @@ def edit_config(run, section, **changes):
     write_json(run / "config.json", values)
 
 
-def test_an_edited_config_is_reported_and_used_where_possible(tmp_path, monkeypatch, capsys):
+def test_an_edited_config_is_reported_and_used_where_possible(tmp_path, capsys):
     run, want = tmp_path / "run", tmp_path / "want"
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 5)
-        train(tiny_run(tmp_path), run)
+    interrupted(5, train, tiny_run(tmp_path), run)
     train(tiny_run(tmp_path), want)
     edit_config(run, "train", log_every=5)
     load_run(run, "last")
@@ -102,18 +86,19 @@ def test_loading_a_run_folder_as_a_model_names_load_run(tmp_path):
         TransformerVQ.load(tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["nothing", "file", "empty"])
+@pytest.mark.parametrize("name", ["nothing", "file", "empty", "broken"])
 def test_load_run_rejects_a_path_that_is_not_a_run_folder(tmp_path, name):
     (tmp_path / "file").write_text("text")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=name):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    with pytest.raises(UserError, match=f"/{name}"):
         load_run(tmp_path / name)
 
 
-def test_load_run_uses_the_last_checkpoint_before_the_first_validation(tmp_path, monkeypatch):
-    config = tiny_run(tmp_path)
-    interrupt_after(monkeypatch, 1)
-    train(replace(config, train=replace(config.train, eval_every=10)), tmp_path / "run")
+def test_load_run_uses_the_last_checkpoint_before_the_first_validation(tmp_path):
+    config = tiny_run(tmp_path, train={"eval_every": 10})
+    interrupted(1, train, config, tmp_path / "run")
     loaded = load_run(tmp_path / "run").model
     model, name = load_model(tmp_path / "run", "last")
     assert name == "step 2"

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import assert_close, interrupt_after, losses, tiny_config, tiny_run
+from helpers import assert_close, assert_same_runs, interrupted, losses, tiny_config, tiny_run
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from transformer_vq import TransformerVQ
@@ -15,7 +15,6 @@ from transformer_vq.config import OptimConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.device import evaluating
 from transformer_vq.parallel import strategy
-from transformer_vq.training.checkpoint import load_model
 from transformer_vq.training.run import resume, train
 from transformer_vq.training.step import Trainer
 
@@ -62,29 +61,22 @@ def test_evaluation_of_a_compiled_model_stays_eager(graphs):
 
 
 @pytest.mark.slow
-def test_compiled_runs_resume_exactly_and_exchange_checkpoints_with_eager_runs(
-    tmp_path, monkeypatch
-):
-    def interrupted(config, name):
-        with monkeypatch.context() as patch:
-            interrupt_after(patch, 3)
-            train(config, tmp_path / name)
+def test_compiled_runs_resume_exactly_and_exchange_checkpoints_with_eager_runs(tmp_path):
+    def stopped(config, name):
+        interrupted(3, train, config, tmp_path / name)
         return tmp_path / name
 
     exact = tiny_run(tmp_path, train={"compile": True, "steps": 6})  # with all dropout
     train(exact, tmp_path / "whole")
-    assert resume(interrupted(exact, "stopped")).finished
-    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
-    whole, stopped = (load_model(tmp_path / x, "last")[0] for x in ("whole", "stopped"))
-    for name, x in whole.state_dict().items():
-        assert torch.equal(stopped.state_dict()[name], x), name
+    assert resume(stopped(exact, "stopped")).finished
+    assert_same_runs(tmp_path / "stopped", tmp_path / "whole")
 
     model = {"p_dropsin": 0.0, "p_dropres": 0.0, "p_droplyr": 0.0, "revive_below": 0.0}
     eager = tiny_run(tmp_path, model=model, optim={"eps": 1e-3}, train={"steps": 6})
     compiled = replace(eager, train=replace(eager.train, compile=True))
     train(eager, tmp_path / "eager")
     for first, second in ((compiled, eager), (eager, compiled)):
-        run = interrupted(first, f"first-{first.train.compile}")
+        run = stopped(first, f"first-{first.train.compile}")
         second = replace(second, train=replace(second.train, compile=bool(second.train.compile)))
         assert resume(run, second).finished
         for (*_, got), (*_, want) in zip(losses(run), losses(tmp_path / "eager"), strict=True):

@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from helpers import checkpoint_tensors, interrupt_after, losses, tiny_run
+from helpers import assert_same_runs, interrupted, losses, tiny_run
 
 from transformer_vq.files import read_tensors
 from transformer_vq.training import loop
@@ -50,25 +50,6 @@ def extend(run, steps, **options):
     return resume(run, with_steps(read_config(run), steps), **options)
 
 
-def tensors(run):
-    """All tensors of the final checkpoint and the best model, as bytes."""
-    parts = {"last": checkpoint_tensors(run)}
-    parts["best"] = read_tensors(run / "best" / "model.safetensors")[0]
-    return {f"{part}/{k}": x.numpy().tobytes() for part, xs in parts.items() for k, x in xs.items()}
-
-
-def assert_same(run, other):
-    assert losses(run) == losses(other)
-    rates = [[row.get("lr") for row in read_metrics(x)] for x in (run, other)]
-    assert rates[0] == rates[1]
-    got, want = tensors(run), tensors(other)
-    assert got.keys() == want.keys()
-    assert [name for name in want if got[name] != want[name]] == []
-    progress = [newest_checkpoint(x).metadata for x in (run, other)]
-    for name in ("best_loss", "best_bits_per_byte", "validated_at"):
-        assert progress[0][name] == progress[1][name]
-
-
 def test_a_wsd_run_keeps_the_checkpoint_at_the_start_of_its_decay(runs):
     assert checkpoint_steps(runs / "10") == [6, 10]
     assert checkpoint_steps(runs / "15") == [9, 15]
@@ -80,37 +61,29 @@ def test_an_extended_run_equals_the_longer_run(runs, short, capsys):
     assert "extending from step 6 (before the decay): steps 7-10 are trained again" in (
         capsys.readouterr().err
     )
-    assert_same(short, runs / "15")
+    assert_same_runs(short, runs / "15")
     extend(short, 30)
-    assert_same(short, runs / "30")
+    assert_same_runs(short, runs / "30")
+    got, want = (newest_checkpoint(run).metadata for run in (short, runs / "30"))
+    for name in ("best_loss", "best_bits_per_byte", "validated_at"):
+        assert got[name] == want[name]
     assert read_config(short).train.steps == 30
 
 
-def test_a_run_stopped_during_its_decay_is_extended(runs, tmp_path, monkeypatch):
-    config = read_config(runs / "10")
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 7)
-        assert train(config, tmp_path / "run").step == 8
-    extend(tmp_path / "run", 15)
-    assert_same(tmp_path / "run", runs / "15")
-
-
-def test_a_run_stopped_before_its_decay_is_extended_without_training_again(
-    runs, tmp_path, monkeypatch, capsys
+@pytest.mark.parametrize(("step", "trains_again"), [(4, False), (8, True)])
+def test_a_run_stopped_before_or_during_its_decay_is_extended(
+    runs, tmp_path, capsys, step, trains_again
 ):
-    config = read_config(runs / "10")
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 3)
-        train(config, tmp_path / "run")
+    stopped = interrupted(step - 1, train, read_config(runs / "10"), tmp_path / "run")
+    assert stopped.step == step
     extend(tmp_path / "run", 15)
-    assert "trained again" not in capsys.readouterr().err
-    assert_same(tmp_path / "run", runs / "15")
+    assert ("trained again" in capsys.readouterr().err) == trains_again
+    assert_same_runs(tmp_path / "run", runs / "15")
 
 
-def test_extension_restores_the_best_model_before_the_decay(runs, tmp_path):
+def test_extension_restores_the_best_model_before_the_decay(short):
     """With a high learning rate in the extension, the best model stays that of the stable phase."""
-    run = tmp_path / "run"
-    shutil.copytree(runs / "10", run)
+    run = short
     before = read_tensors(checkpoint_folder(run, 6) / "best.safetensors")[0]
     of_decay = read_tensors(run / "best" / "model.safetensors")[0]
     assert any(not x.equal(before[name]) for name, x in of_decay.items())
@@ -125,46 +98,41 @@ class KilledError(BaseException):
     """Stands for a process that is killed."""
 
 
-class FileOperations:
-    """Functions that change files; the operation after `n_allowed` of them raises KilledError."""
-
-    def __init__(self, n_allowed):
-        self.n_allowed = n_allowed
-        self.n_done = 0
-
-    def counted(self, function):
-        def checked(*args, **kwargs):
-            if self.n_done == self.n_allowed:
-                raise KilledError
-            self.n_done += 1
-            return function(*args, **kwargs)
-
-        return checked
-
-
 @pytest.mark.slow
 def test_an_interrupted_extension_leaves_a_run_that_resumes(runs, tmp_path, monkeypatch):
     """Kill it before every file operation between the start of `resume` and its first step."""
+
+    n_done = 0
+
+    def counted(function):
+        def checked(*args, **kwargs):
+            nonlocal n_done
+            if n_done == n:
+                raise KilledError
+            n_done += 1
+            return function(*args, **kwargs)
+
+        return checked
 
     def killed(*_):
         raise KilledError
 
     for n in range(20):
-        run, operations = tmp_path / str(n), FileOperations(n)
+        run, n_done = tmp_path / str(n), 0
         shutil.copytree(runs / "10", run)
         with monkeypatch.context() as patch:
             for owner, name in ((os, "replace"), (shutil, "rmtree"), (os, "unlink")):
-                patch.setattr(owner, name, operations.counted(getattr(owner, name)))
+                patch.setattr(owner, name, counted(getattr(owner, name)))
             patch.setattr(loop.TrainingLoop, "run", killed)
             with pytest.raises(KilledError):
                 extend(run, 15)
         assert resume(run).finished
-        assert_same(run, runs / str(read_config(run).train.steps))
-        if operations.n_done < n:  # the first step was reached
+        assert_same_runs(run, runs / str(read_config(run).train.steps))
+        if n_done < n:  # the first step was reached
             assert n > 6
             return
         extend(run, 15)
-        assert_same(run, runs / "15")
+        assert_same_runs(run, runs / "15")
     pytest.fail("the extension did not reach the training loop")
 
 
@@ -186,11 +154,9 @@ def test_fewer_steps_than_done_are_rejected(short):
         extend(short, 9)
 
 
-def test_a_run_is_shortened_if_the_earlier_decay_has_not_passed(runs, tmp_path, monkeypatch):
+def test_a_run_is_shortened_if_the_earlier_decay_has_not_passed(runs, tmp_path):
     for stop in (6, 7):
-        with monkeypatch.context() as patch:
-            interrupt_after(patch, stop - 1)
-            train(read_config(runs / "15"), tmp_path / str(stop))
+        interrupted(stop - 1, train, read_config(runs / "15"), tmp_path / str(stop))
     extend(tmp_path / "6", 10)
     assert losses(tmp_path / "6") == losses(runs / "10")
     with pytest.raises(CheckpointError, match=r"decay would start at step 6.*completed 7 steps"):

@@ -5,30 +5,30 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import checkpoint_tensors, interrupt_after, losses, tiny_run
+from helpers import interrupted, losses, tiny_run
 
 from transformer_vq import TransformerVQ, files, load_run
 from transformer_vq.cli.main import main
 from transformer_vq.errors import TrainingError
 from transformer_vq.nn.quantizer import NotFiniteError
 from transformer_vq.parallel import storage
+from transformer_vq.parallel.shards import read_whole
 from transformer_vq.training.checkpoint import (
     CheckpointError,
     checkpoint_folder,
     checkpoint_steps,
     load_model,
+    newest_checkpoint,
 )
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.run import resume, train
 from transformer_vq.training.step import Trainer
 
 
-def test_resume_skips_a_corrupt_checkpoint_with_a_warning(tmp_path, monkeypatch, capsys):
+def test_resume_skips_a_corrupt_checkpoint_with_a_warning(tmp_path, capsys):
     config = tiny_run(tmp_path)
     train(config, tmp_path / "uninterrupted")
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 7)
-        train(config, tmp_path / "run")
+    interrupted(7, train, config, tmp_path / "run")
     assert checkpoint_steps(tmp_path / "run") == [6, 8]
     corrupt = checkpoint_folder(tmp_path / "run", 8) / "shard-00000.safetensors"
     data = bytearray(corrupt.read_bytes())
@@ -43,11 +43,12 @@ def test_resume_skips_a_corrupt_checkpoint_with_a_warning(tmp_path, monkeypatch,
 def test_weights_that_are_not_finite_are_reported_and_their_checkpoint_is_skipped(tmp_path, capsys):
     run = tmp_path / "run"
     train(tiny_run(tmp_path, train={"steps": 6}), run)
-    newest, best = checkpoint_folder(run, 6), run / "best" / "model.safetensors"
+    newest = checkpoint_folder(run, 6)
+    best, checkpoint = run / "best" / "model.safetensors", newest_checkpoint(run)
     model = TransformerVQ.load(best)
     torch.nn.init.constant_(model.head.bias, torch.nan)
     model.save(best)
-    saved = checkpoint_tensors(run)
+    saved = read_whole(newest, checkpoint.index)
     saved["model/head.bias"].fill_(torch.nan)
     files.write_safetensors(newest / "shard-00000.safetensors", saved)
     files.write_manifest(newest)
@@ -137,14 +138,6 @@ def deferred(monkeypatch):
     return hooks
 
 
-def set_bias(value):
-    def fill(model):
-        with torch.no_grad():
-            model.head.bias[0] = value
-
-    return fill
-
-
 def test_deferred_checks_change_no_results(tmp_path, request):
     config = tiny_run(tmp_path, train={"log_every": 5})
     train(config, tmp_path / "now")
@@ -155,24 +148,29 @@ def test_deferred_checks_change_no_results(tmp_path, request):
     assert all(torch.equal(later[name], x) for name, x in now.items())
 
 
-@pytest.mark.parametrize("due", ["log_every", "eval_every", "save_every"])
-def test_deferred_checks_report_the_first_step_that_is_not_finite(tmp_path, deferred, due):
-    """The loss of step 5 is NaN; steps 6 and 7 are taken before anything is due at step 7."""
-    deferred.before[4] = set_bias(float("nan"))
-    every = {"log_every": 99, "eval_every": 99, "save_every": 99, due: 7}
-    with pytest.raises(TrainingError, match=r"step 5 is not finite \(loss nan"):
+@pytest.mark.parametrize(
+    ("when", "due", "message"),
+    [
+        # The loss of step 5 is NaN; steps 6 and 7 are taken before anything is due at step 7.
+        ("before", {"log_every": 7}, r"\(loss nan"),
+        ("before", {"eval_every": 7}, r"\(loss nan"),
+        ("before", {"save_every": 7}, r"\(loss nan"),
+        # The update of step 5 overflows, and no later loss shows it before the model is saved.
+        ("after", {"eval_every": 5}, ".*no checkpoint exists"),
+        ("after", {"save_every": 5}, ".*no checkpoint exists"),
+    ],
+)
+def test_deferred_checks_report_the_first_step_that_is_not_finite(
+    tmp_path, deferred, when, due, message
+):
+    def spoil(model):
+        with torch.no_grad():
+            model.head.bias[0] = float("nan" if when == "before" else "inf")
+
+    getattr(deferred, when)[4] = spoil
+    every = {"log_every": 99, "eval_every": 99, "save_every": 99} | due
+    with pytest.raises(TrainingError, match=f"step 5 is not finite *{message}"):
         train(tiny_run(tmp_path, train=every), tmp_path / "run")
     assert checkpoint_steps(tmp_path / "run") == []
     assert not (tmp_path / "run" / "best").exists()
     assert [row for row in read_metrics(tmp_path / "run") if row["kind"] == "train"] == []
-
-
-@pytest.mark.parametrize("due", ["eval_every", "save_every"])
-def test_weights_that_are_not_finite_are_never_saved(tmp_path, deferred, due):
-    """The update of step 5 overflows, and no later loss shows it before the model is saved."""
-    deferred.after[4] = set_bias(float("inf"))
-    every = {"log_every": 99, "eval_every": 99, "save_every": 99, due: 5}
-    with pytest.raises(TrainingError, match=r"step 5 is not finite.*no checkpoint exists"):
-        train(tiny_run(tmp_path, train=every), tmp_path / "run")
-    assert checkpoint_steps(tmp_path / "run") == []
-    assert not (tmp_path / "run" / "best").exists()

@@ -42,13 +42,8 @@ def test_wsd_warms_up_stays_constant_and_decays_at_the_end():
     for step in range(76, 101):
         assert rate[step] == pytest.approx(0.4 + 0.4 * (1 - math.sqrt((step - 75) / 25)))
     assert rate[101] == rate[100] == pytest.approx(0.4)
-
-
-def test_wsd_does_not_depend_on_the_number_of_steps_before_the_decay():
-    config = OptimConfig(schedule="wsd", warmup=10)
-    short, long = ([learning_rate(config, i, n) for i in range(81)] for n in (100, 500))
-    assert short == long
-    assert config.decay_start(100) == 80
+    assert [learning_rate(config, step, 500) for step in range(76)] == rate[:76]
+    assert config.decay_start(100) == 75
 
 
 def test_learning_rate_without_warmup_starts_at_the_peak():
@@ -76,67 +71,43 @@ def test_adamw_matches_numpy_with_decay_independent_of_the_learning_rate():
         np.testing.assert_allclose(p.detach().numpy(), want, rtol=1e-12)
 
 
-@pytest.mark.parametrize("shape", [(3,), (4, 5), (), (200, 3)], ids=str)
-def test_adafactor_without_factoring_matches_numpy(shape):
+@pytest.mark.parametrize(
+    ("shape", "is_factored"),
+    [
+        *(((3,), False), ((4, 5), False), ((), False), ((200, 3), False)),
+        *(((128, 130), True), ((130, 128), True), ((2, 128, 129), True)),
+    ],
+    ids=str,
+)
+def test_adafactor_matches_numpy(shape, is_factored):
+    """`torch.optim.Adafactor` would cap the learning rate at 1 / sqrt(t)."""
     generator = np.random.default_rng(0)
     want = np.asarray(generator.normal(size=shape))
     p = torch.tensor(want, requires_grad=True)
     optimizer = Adafactor([p], lr=0.0)
-    v = np.zeros(shape)
+    v = v_row = v_col = 0.0
     for t in range(1, 5):
         grad = np.asarray(generator.normal(size=shape)) * 10.0**t
-        rate = 0.01 * t
-        beta2 = 1 - t**-0.8
-        v = beta2 * v + (1 - beta2) * (grad**2 + 1e-30)
-        update = grad / np.sqrt(v)
-        update = update / max(1.0, math.sqrt(np.mean(update**2)))
-        want = want - rate * max(1e-3, math.sqrt(np.mean(want**2))) * update
-        optimizer.param_groups[0]["lr"] = rate
-        p.grad = torch.tensor(grad)
-        optimizer.step()
-        np.testing.assert_allclose(p.detach().numpy(), want, rtol=1e-10)
-    assert set(optimizer.state[p]) == {"step", "v"}
-
-
-@pytest.mark.parametrize("shape", [(128, 130), (130, 128), (2, 128, 129)], ids=str)
-def test_adafactor_with_factoring_matches_numpy(shape):
-    generator = np.random.default_rng(0)
-    want = generator.normal(size=shape)
-    p = torch.tensor(want, requires_grad=True)
-    optimizer = Adafactor([p], lr=0.0)
-    largest = int(np.argmax(shape))
-    second = next(a for a in range(len(shape)) if a != largest and shape[a] >= 128)
-    v_row = v_col = 0.0
-    for t in range(1, 4):
-        grad = generator.normal(size=shape)
         beta2 = 1 - t**-0.8
         squared = grad**2 + 1e-30
-        v_row = beta2 * v_row + (1 - beta2) * squared.mean(largest, keepdims=True)
-        v_col = beta2 * v_col + (1 - beta2) * squared.mean(second, keepdims=True)
-        estimate = v_row * v_col / v_row.mean(second, keepdims=True)
-        update = grad / np.sqrt(estimate)
+        v = beta2 * v + (1 - beta2) * squared
+        if is_factored:
+            largest = int(np.argmax(shape))
+            second = next(a for a in range(len(shape)) if a != largest and shape[a] >= 128)
+            v_row = beta2 * v_row + (1 - beta2) * squared.mean(largest, keepdims=True)
+            v_col = beta2 * v_col + (1 - beta2) * squared.mean(second, keepdims=True)
+            update = grad / np.sqrt(v_row * v_col / v_row.mean(second, keepdims=True))
+        else:
+            update = grad / np.sqrt(v)
         update = update / max(1.0, math.sqrt(np.mean(update**2)))
-        want = want - 0.01 * max(1e-3, math.sqrt(np.mean(want**2))) * update
-        optimizer.param_groups[0]["lr"] = 0.01
+        want = want - 0.5 * t * max(1e-3, math.sqrt(np.mean(want**2))) * update
+        optimizer.param_groups[0]["lr"] = 0.5 * t
         p.grad = torch.tensor(grad)
         optimizer.step()
         np.testing.assert_allclose(p.detach().numpy(), want, rtol=1e-10)
-    assert set(optimizer.state[p]) == {"step", "v_row", "v_col"}
-    assert (
-        sum(x.numel() for x in optimizer.state[p].values() if torch.is_tensor(x)) < p.numel() / 10
-    )
-
-
-def test_adafactor_follows_the_schedule_after_ten_thousand_steps():
-    """`torch.optim.Adafactor` would cap the learning rate at 1 / sqrt(t) = 0.005 here."""
-    p = torch.ones(4, requires_grad=True)
-    optimizer = Adafactor([p], lr=0.01)
-    p.grad = torch.ones(4)
-    optimizer.step()
-    optimizer.state[p]["step"] = 40_000
-    before = p.detach().clone()
-    optimizer.step()
-    assert float((before - p.detach())[0]) == pytest.approx(0.01 * float(before[0]), rel=1e-3)
+    moments = {name: x for name, x in optimizer.state[p].items() if name != "step"}
+    assert set(moments) == ({"v_row", "v_col"} if is_factored else {"v"})
+    assert (sum(x.numel() for x in moments.values()) < p.numel() / 10) == is_factored
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])

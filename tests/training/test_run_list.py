@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from helpers import interrupt_after, tiny_run
+from helpers import interrupted, tiny_run
 
 from transformer_vq.sizes import sizes
 from transformer_vq.training.checkpoint import locked
@@ -39,10 +39,8 @@ def test_finished_run_is_summarized(run, tmp_path):
     assert found.changed == max(path.stat().st_mtime for path in run.rglob("*.json*"))
 
 
-def test_stopped_and_running_runs_are_told_apart(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 5)
-        train(tiny_run(tmp_path), tmp_path / "run")
+def test_stopped_and_running_runs_are_told_apart(tmp_path):
+    interrupted(5, train, tiny_run(tmp_path), tmp_path / "run")
     assert (summarize(tmp_path / "run").status, summarize(tmp_path / "run").step) == ("stopped", 6)
     with locked(tmp_path / "run"):
         assert is_running(tmp_path / "run")

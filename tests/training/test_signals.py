@@ -9,39 +9,30 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from forked import Ended, run_forked
-from helpers import checkpoint_tensors, losses, tiny_run
+from helpers import assert_same_runs, tiny_run
 from interruptions import (
     INTERRUPTIONS,
     Interruption,
     Moment,
     before_codebooks,
-    before_training_json,
     in_append,
-    in_call,
     in_print,
     in_removal,
     in_rename,
     in_step,
     in_validation,
-    nth,
     sends,
 )
 
-from transformer_vq import TransformerVQ
 from transformer_vq.cli.main import main
 from transformer_vq.config import ModelConfig, OptimConfig, RunConfig
-from transformer_vq.files import read_tensors
-from transformer_vq.presets import PRESETS
 from transformer_vq.training.checkpoint import TrainingResult, checkpoint_steps
 from transformer_vq.training.run import resume, train
-
-TINY = PRESETS["tiny"]
 
 # A run of 10 steps. Sequences start at steps 0, 3, 6 and 9; the state is carried through all other
 # steps. Validations, of two spans, are at 2, 4, ...; checkpoints at 4, 8 and 10, of which one is
@@ -60,9 +51,10 @@ MOMENTS: dict[str, tuple[Moment, int, int]] = {
     "printing a validation": (in_print("step 6"), 6, 4),
     "appending a validation row": (in_append("validation", 6), 6, 4),
     "best model, after the rename": (in_rename("best/model.safetensors", 3, after=True), 6, 4),
-    "checkpoint, before training.json": (before_training_json(8), 9, 4),
+    "checkpoint, before training.json": (in_rename("step-00000008.*/training.json"), 9, 4),
     "removal of an old checkpoint": (in_removal(4), 9, 8),
 }
+TRAIN = {"seed": 3, "batch_size": 2, "eval_every": 2, "eval_tokens": 32, "save_every": 4, "keep": 1}
 N_QUICK = 5
 """Moments that the default test run covers, with one signal each."""
 
@@ -79,19 +71,7 @@ class Runs:
             data=tiny_run(folder).data,
             # With this learning rate and seed, the validation loss rises again after step 6.
             optim=OptimConfig(lr=0.1, warmup=3, grad_clip=1.0, lr_final_share=0.05),
-            train=replace(
-                TINY.train,
-                seed=3,
-                steps=10,
-                batch_size=2,
-                seq_len=48,
-                backprop_len=16,
-                eval_every=2,
-                eval_tokens=32,
-                save_every=4,
-                keep=1,
-                device="cpu",
-            ),
+            train=tiny_run(folder, train=TRAIN).train,
         )
         self.folder = folder
         self.uninterrupted = folder / "uninterrupted"
@@ -103,33 +83,8 @@ class Runs:
     def resume(self, run: Path, *hooks: Callable[[], None]) -> Ended:
         return _in_child(lambda: resume(run), *hooks)
 
-    def options(self) -> list[str]:
-        """Return the command line options that turn the preset into this config."""
-        changes = self.config.differences(TINY)
-        options: list[str] = []
-        for name, (value, _) in changes.items():
-            if isinstance(value, bool):
-                section, _, field = name.replace("_", "-").partition(".")
-                options.append(f"--{section}.{'' if value else 'no-'}{field}")
-                continue
-            values = value if isinstance(value, tuple) else (value,)
-            options += [f"--{name.replace('_', '-')}", *map(str, values)]
-        return options
-
     def assert_same(self, run: Path) -> None:
-        """Check that all losses, the final checkpoint and the best model are the same."""
-        assert losses(run) == losses(self.uninterrupted)
-        got, want = _tensors(run), _tensors(self.uninterrupted)
-        assert got.keys() == want.keys()
-        assert [name for name in want if got[name] != want[name]] == []
-        assert [path for path in run.rglob("*") if ".partial" in path.name] == []
-
-
-def _tensors(run: Path) -> dict[str, bytes]:
-    """Return the bytes of all tensors in the final checkpoint and the best model."""
-    best, _ = read_tensors(run / "best" / "model.safetensors")
-    named = {"last": checkpoint_tensors(run), "best": best}
-    return {f"{part}/{k}": x.numpy().tobytes() for part, xs in named.items() for k, x in xs.items()}
+        assert_same_runs(run, self.uninterrupted)
 
 
 def _in_child(run: Callable[[], TrainingResult | None], *hooks: Callable[[], None]) -> Ended:
@@ -187,7 +142,7 @@ def test_resume_after_a_signal_is_exact(runs, tmp_path, name, moment):
 )
 def test_command_line_exits_with_the_status_of_the_signal(runs, tmp_path, name):
     run, interruption = tmp_path / "run", INTERRUPTIONS[name]
-    arguments = ["train", "tiny", "--out", str(run), *runs.options()]
+    arguments = ["train", "--config", str(runs.uninterrupted), "--out", str(run)]
     hook = sends(in_step(4), interruption)
     ended = _in_child(lambda: main(arguments), hook)
     assert (ended.status, ended.has_traceback) == (interruption.status, False), ended
@@ -222,7 +177,7 @@ def test_a_closed_terminal_saves_the_run(runs, tmp_path):
             os.close(master)
             os.kill(os.getpid(), signal.SIGHUP)
 
-        in_call(TransformerVQ, "update_codebooks", nth(5))(close_terminal)
+        before_codebooks(4)(close_terminal)
         train(runs.config, run)
 
     ended = run_forked(child)

@@ -25,12 +25,7 @@ from tyro.constructors import (
 from transformer_vq.checks import check_fields
 from transformer_vq.cli.output import HELP, config_fields
 from transformer_vq.config import ModelConfig, Precision, RunConfig
-from transformer_vq.config_files import (
-    SECTIONS,
-    field_docs,
-    find_preset,
-    read_config_file,
-)
+from transformer_vq.config_files import SECTIONS, field_docs, find_preset, read_config_file
 from transformer_vq.errors import UserError
 from transformer_vq.presets import PRESETS
 from transformer_vq.progress import IS_SILENT
@@ -202,10 +197,8 @@ def starting_point(arguments: list[str], command: str) -> tuple[str, RunConfig]:
     if file is not None:
         return file.name, file.apply(base)
     if preset is None or base is None:
-        raise UserError(
-            f"give a PRESET first, or --config FILE: tvq {command} PRESET ...; PRESET is one of "
-            f"{', '.join(PRESETS)}, or a run folder"
-        )
+        use = f"give a PRESET first, or --config FILE: tvq {command} PRESET ..."
+        raise UserError(f"{use}; PRESET is one of {', '.join(PRESETS)}, or a run folder")
     return preset, base
 
 
@@ -224,11 +217,11 @@ def _with_initial_model(base: RunConfig | None, init_from: str) -> RunConfig:
     from transformer_vq.training.loading import InitialModel
 
     model: ModelConfig = InitialModel(init_from).config
-    base = RunConfig(model) if base is None else dataclasses.replace(base, model=model)
-    data = dataclasses.replace(base.data, tokenizer=None)
-    if model.vocab_size in (256, 257):  # bytes, without and with an end of documents
-        data = dataclasses.replace(data, end_of_document=model.vocab_size == 257)
-    return dataclasses.replace(base, data=data)
+    base = RunConfig(model) if base is None else base
+    is_bytes = model.vocab_size in (256, 257)  # without and with an end of documents
+    ends = model.vocab_size == 257 if is_bytes else base.data.end_of_document
+    data = dataclasses.replace(base.data, tokenizer=None, end_of_document=ends)
+    return dataclasses.replace(base, model=model, data=data)
 
 
 def option_classes() -> dict[str, Any]:
@@ -245,10 +238,7 @@ def print_completion(shell: str) -> None:
     """Print tyro's completion script for all commands; bash also completes file names."""
     try:
         tyro.extras.subcommand_cli_from_dict(
-            option_classes(),
-            prog="tvq",
-            args=["--tyro-print-completion", shell],
-            registry=_rules(),
+            option_classes(), prog="tvq", args=["--tyro-print-completion", shell], registry=_rules()
         )
     except SystemExit as stop:
         if stop.code:

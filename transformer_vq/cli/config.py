@@ -25,9 +25,6 @@ def run(arguments: list[str]) -> None:
     """Print a config file."""
     name, config = starting_point(arguments, "config")
     options = parse(ConfigOptions, arguments, "config", ConfigOptions(config))
-    title = (
-        f"Config of {one_line(name)}. Train with: tvq train --config FILE --out RUN\n"
-        "Options on the command line override this file. Paths are relative to the working "
-        "directory."
-    )
-    print(config_text(options.run, title), end="")
+    title = f"Config of {one_line(name)}. Train with: tvq train --config FILE --out RUN\n"
+    title += "Options on the command line override this file. Paths are relative to the working "
+    print(config_text(options.run, f"{title}directory."), end="")

@@ -12,6 +12,7 @@ from transformer_vq.cli.arguments import parse
 from transformer_vq.config import Count
 from transformer_vq.presets import PRESETS
 
+PROMPT = "import os\n\ndef "
 INTRODUCTION = """\
 This demo takes about three minutes on two cores:
 1. It generates text with `books`, the model in the package.
@@ -61,9 +62,8 @@ def run(arguments: list[str]) -> int | None:
 
     keep_freed_memory()
     share_cores()
-    print(INTRODUCTION)
-    print(f"1. `books` continues {demo.BOOKS_PROMPT!r}:\n")
-    print(demo.books_sample(), flush=True)
+    print(f"{INTRODUCTION}\n1. `books` continues 'It was':\n")
+    print(demo.sample("books", "It was", 150, temperature=0.7), flush=True)
     print("\n2. Linear-time attention equals quadratic attention, up to rounding (float64):\n")
     rows = list(demo.differences())
     if options.table:
@@ -80,8 +80,8 @@ def run(arguments: list[str]) -> int | None:
 
     found = evaluate(folder, protocols=["windowed"]).protocols["windowed"]
     print(f"4. Bits per byte of the test split: {found.bits_per_byte:.3f}")
-    print(f"\n5. Text generated after {demo.PROMPT!r}:\n")
-    print(demo.sample(folder))
+    print(f"\n5. Text generated after {PROMPT!r}:\n")
+    print(demo.sample(folder, PROMPT, 400))
     print("\nFigure: " + ", ".join(str(path) for path in plot_run(folder)))
     tvq = "tvq" if shutil.which("tvq") else f"{sys.executable} -m transformer_vq"
     print(NEXT.format(tvq=tvq, run=shlex.quote(str(folder))))

@@ -14,14 +14,7 @@ from transformer_vq.errors import UserError
 from transformer_vq.training.run_list import checkpoint_label
 
 if TYPE_CHECKING:
-    from transformer_vq.evaluation import Protocol
     from transformer_vq.training.evaluate import RunEvaluation
-
-PROTOCOLS: dict[str, tuple[Protocol, ...]] = {
-    "windowed": ("windowed",),
-    "streaming": ("streaming",),
-    "both": ("windowed", "streaming"),
-}
 
 
 @dataclass(frozen=True)
@@ -68,21 +61,19 @@ def run(arguments: list[str]) -> None:
     from transformer_vq.training.packaged import find_run
 
     folder = find_run(name)
-    config = read_config(folder)
-    own = config.data
+    own = read_config(folder).data
     default = EvalOptions(own, name, cast(Any, default_split(folder)))
     options = parse(EvalOptions, arguments, "eval", default)
     if options.protocol == "streaming" and options.seq_len is not None:
         raise UserError("--seq-len does not apply to --protocol streaming")
-    protocols = PROTOCOLS.get(options.protocol)
-    if protocols is None and not options.json:
-        protocols = ("windowed",)
+    default_protocols = None if options.json else ["windowed"]
+    choices: dict[str, Any] = {"both": ["windowed", "streaming"], "auto": default_protocols}
     with computing("reduce --batch-size"):
         result = evaluate(
             name,
             data=None if options.data == own else options.data,
             split=options.split,
-            protocols=protocols,
+            protocols=choices.get(options.protocol, [options.protocol]),
             checkpoint=options.checkpoint,
             seq_len=options.seq_len,
             batch_size=options.batch_size,
@@ -103,23 +94,17 @@ def evaluation_text(evaluation: RunEvaluation, positions: bool = False) -> str:
     how = {"windowed": f"windows of {evaluation.seq_len:,} tokens", "streaming": "whole documents"}
     lines = []
     for result in evaluation.protocols.values():
-        figures = [
-            f"{result.bits_per_byte:.4f} bits per byte",
-            f"{result.nats_per_token:.4f} nats per token",
-        ]
-        counts = [f"{result.tokens:,} tokens", f"{result.bytes:,} bytes"]
+        figures = f"{result.bits_per_byte:.4f} bits per byte, "
+        figures += f"{result.nats_per_token:.4f} nats per token"
+        counts = f"{result.tokens:,} tokens, {result.bytes:,} bytes"
         if result.word_perplexity is not None:
-            figures.append(f"word-level perplexity {result.word_perplexity:,.4g}")
-            counts.append(f"{result.words:,} words")
-        lines.append(
-            f"{name}, {result.protocol} ({how[result.protocol]}): {', '.join(figures)}; "
-            f"{', '.join(counts)}"
-        )
+            figures += f", word-level perplexity {result.word_perplexity:,.4g}"
+            counts += f", {result.words:,} words"
+        lines.append(f"{name}, {result.protocol} ({how[result.protocol]}): {figures}; {counts}")
         if positions:
             lines += ["", "| position | tokens | nats per token |", "| ---: | ---: | ---: |"]
             for row in result.by_position:
-                span = f"{row.first:,}"
-                span += "" if row.first == row.last else f" - {row.last:,}"
+                span = f"{row.first:,}" + f" - {row.last:,}" * (row.first != row.last)
                 lines.append(f"| {span} | {row.tokens:,} | {row.nats_per_token:.4f} |")
             lines.append("")
     return "\n".join(lines).rstrip()

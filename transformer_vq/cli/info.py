@@ -46,12 +46,9 @@ def sizes_table(name: str, config: RunConfig, result: Sizes) -> str:
     tokens = train.batch_size * train.backprop_len
     flops = result.train_flops * tokens * train.steps
     forward, training = short(result.forward_flops), short(result.train_flops)
-    parts = (
-        f"weights and gradients {_bytes(2 * result.weight_bytes)}, optimizer "
-        f"{_bytes(result.optimizer_bytes)}, activations {_bytes(result.activation_bytes)}"
-    )
-    if result.average_bytes:
-        parts += f", averaged weights {_bytes(result.average_bytes)}"
+    sizes = {"weights and gradients": 2 * result.weight_bytes, "optimizer": result.optimizer_bytes}
+    sizes |= {"activations": result.activation_bytes, "averaged weights": result.average_bytes}
+    parts = ", ".join(f"{what} {_bytes(n)}" for what, n in sizes.items() if n)
     n = config.parallel.n_processes
     where = f" on each of {n} devices" if n > 1 else ""
     rows = {

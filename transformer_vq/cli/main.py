@@ -72,12 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except BrokenPipeError:
         discard_output()
         sys.exit(0)  # the reader has closed the pipe, as `head` does
-    except TrainingError as error:
-        _fail(str(error), 1)
-    except ConfigFileError as error:
-        _fail(str(error), 2, in_file=True)
-    except UserError as error:
-        _fail(str(error), 2)
+    except (TrainingError, UserError) as error:
+        status = 1 if isinstance(error, TrainingError) else 2
+        _fail(str(error), status, in_file=isinstance(error, ConfigFileError))
     except OSError as error:
         discard_output()  # stdout may be what cannot be written
         is_plain = error.strerror is None or error.filename is None
@@ -96,23 +93,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(name: str, arguments: list[str]) -> int:
     """Run a command; return its exit status."""
+    if name in COMMANDS:
+        return import_module(COMMANDS[name][0]).run(arguments) or 0
     if name == "help" or name in HELP:
         print(_overview())
-        return 0
-    if name == "--version":
+    elif name == "--version":
         print(f"tvq {__version__}")
-        return 0
-    if name == "--print-completion":
+    elif name == "--print-completion":
         if len(arguments) != 1 or arguments[0] not in SHELLS:
             raise UserError(f"--print-completion: choose one of {', '.join(SHELLS)}")
         from transformer_vq.cli.arguments import print_completion
 
         print_completion(arguments[0])
-        return 0
-    if name not in COMMANDS:
+    else:
         raise UserError(f"unknown command {name!r}{nearest(name, COMMANDS)}; see tvq --help")
-    module, _ = COMMANDS[name]
-    return import_module(module).run(arguments) or 0
+    return 0
 
 
 def _fail(message: str, status: int, in_file: bool = False) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import tyro
 
@@ -13,9 +13,6 @@ from transformer_vq.cli.arguments import Json, parse
 from transformer_vq.cli.output import as_options, print_json
 from transformer_vq.config import LEARNED, DataConfig, Dataset, Rows
 from transformer_vq.errors import UserError
-
-if TYPE_CHECKING:
-    from transformer_vq.data.corpus import Corpus
 
 
 @dataclass(frozen=True)
@@ -42,41 +39,21 @@ def run(arguments: list[str]) -> None:
         data = replace(options.data, dataset=options.dataset)
         if options.vocab_size is not None and data.tokenizer_name not in LEARNED:
             raise UserError("--vocab-size is for a vocabulary that is learned: --tokenizer bpe")
-        corpus = _prepare(data, options.vocab_size)
+
+        from transformer_vq.data.corpora import download
+        from transformer_vq.data.prepare import prepare
+
+        if data.dataset == "enwik8" and not data.path:
+            download(Path(os.path.expanduser(data.cache_folder)))
+        corpus = prepare(data, options.vocab_size)
     except UserError as error:
         # Library messages name options of `tvq train`, which have a section.
         message = as_options(str(error)).replace("--data.", "--")
         raise UserError(message.replace("--model.vocab-size", "--vocab-size")) from error
-    print(corpus_table(corpus))
-    print_json(corpus_record(corpus), options.json)
-
-
-def _prepare(data: DataConfig, vocab_size: int | None) -> Corpus:
-    from transformer_vq.data.corpora import download
-    from transformer_vq.data.prepare import prepare
-
-    if data.dataset == "enwik8" and not data.path:
-        download(Path(os.path.expanduser(data.cache_folder)))
-    return prepare(data, vocab_size)
-
-
-def corpus_table(corpus: Corpus) -> str:
-    """Return the splits of a corpus and their sizes, as text."""
-    lines = [f"{corpus.dataset} in {corpus.folder}, vocabulary of {corpus.vocab_size:,}"]
-    for name, size in corpus.sizes.items():
-        words = "" if size.words is None else f", {size.words:,} words"
-        lines.append(
-            f"{name:>10}: {size.tokens:,} tokens, {size.documents:,} documents, "
-            f"{size.bytes:,} bytes{words}"
-        )
-    return "\n".join(lines)
-
-
-def corpus_record(corpus: Corpus) -> dict[str, Any]:
-    """Return the splits of a corpus and their sizes, as plain values for JSON."""
-    return {
-        "dataset": corpus.dataset,
-        "folder": str(corpus.folder),
-        "vocab_size": corpus.vocab_size,
-        "splits": {name: vars(size) for name, size in corpus.sizes.items()},
-    }
+    print(f"{corpus.dataset} in {corpus.folder}, vocabulary of {corpus.vocab_size:,}")
+    splits = {name: vars(size) for name, size in corpus.sizes.items()}
+    for name, size in splits.items():
+        counts = [f"{n:,} {what}" for what, n in size.items() if n is not None]
+        print(f"{name:>10}: {', '.join(counts)}")
+    record = {"dataset": corpus.dataset, "folder": str(corpus.folder)}
+    print_json(record | {"vocab_size": corpus.vocab_size, "splits": splits}, options.json)

@@ -49,7 +49,6 @@ def run(arguments: list[str]) -> int:
     default = ResumeOptions(read_config(Path(name)), name)
     options = parse(ResumeOptions, arguments, "resume", default)
     with computing("use --train.checkpoint-activations"):
-        result = resume(
-            Path(name), options.run, allow_schedule_change=options.allow_schedule_change
-        )
+        is_allowed = options.allow_schedule_change
+        result = resume(Path(name), options.run, allow_schedule_change=is_allowed)
         return print_training_result(result, options.json)

@@ -137,16 +137,13 @@ def _sample_text(
         is_stdin = str(options.prompt_file) == "-"
         with open(0 if is_stdin else options.prompt_file, "rb") as file:
             prompt = file.read().decode(errors="surrogateescape")
-    context = None
-    if options.load_state is not None:
-        context = load_context(options.load_state, model)
+    context = None if options.load_state is None else load_context(options.load_state, model)
     context = prefill_text(model, tokenizer, prompt, context)
     if options.save_state is not None:
         save_context(options.save_state, model, context)
     is_single = options.batch == 1
-    write = partial(print, end="", flush=True)
-    if is_single:
-        write(shown)
+    write: Any = partial(print, end="", flush=True) if is_single else lambda text: None
+    write(shown)
     samples = sample_text(
         model,
         tokenizer,
@@ -157,7 +154,7 @@ def _sample_text(
         stop=options.stop,
         stop_at_end=options.stop_at_end,
         compiled=options.compile,
-        write=write if is_single else lambda text: None,
+        write=write,
     )
     if is_single:
         print()

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from transformer_vq.checks import Range
 from transformer_vq.cli.arguments import Checkpoint, Device, Matmul, Run, parse
 from transformer_vq.cli.output import computing
 from transformer_vq.config import DataConfig, Rows
 from transformer_vq.errors import UserError
-
-if TYPE_CHECKING:
-    from transformer_vq.serve.service import Service
 
 API_KEY = "TVQ_API_KEY"  # environment variable: unlike an option, other users cannot see it
 MEGABYTE = 1_000_000
@@ -82,28 +78,13 @@ def run(arguments: list[str]) -> None:
         where = f"--api-key, or the environment variable {API_KEY}"
         raise UserError(f"{where}: must be printable ASCII text, not empty; or unset it")
 
-    from transformer_vq.serve.server import serve
-
-    with computing("reduce --slots"), ExitStack() as held:
-        serve(
-            _service(options, key, held),
-            options.host,
-            options.port,
-            options.allow_hosts,
-            options.stop_time,
-            lambda line: print(line, flush=True),
-            client_seconds=options.client_timeout,
-        )
-
-
-def _service(options: ServeOptions, api_key: str | None, held: ExitStack) -> Service:
-    """Load the model and open its store, which stays locked until `held` is closed."""
     from transformer_vq.device import find_device, matmul_precision
     from transformer_vq.files import lock_folder
     from transformer_vq.generation.snapshot import Snapshots
     from transformer_vq.serve.contexts import ContextStore
     from transformer_vq.serve.engine import Engine, check_servable
     from transformer_vq.serve.prefixes import PrefixStore
+    from transformer_vq.serve.server import serve
     from transformer_vq.serve.service import Limits, Service
     from transformer_vq.training.loading import (
         has_images,
@@ -111,38 +92,42 @@ def _service(options: ServeOptions, api_key: str | None, held: ExitStack) -> Ser
         read_chat_template,
     )
 
-    device = find_device(options.device)
-    name = options.run
-    if has_images(name):
-        raise UserError(f"{name} is a model of images; serve a model of text")
-    model, tokenizer = load_model_and_tokenizer(name, options.checkpoint)
-    check_servable(model)
-    model.to(device)
-    snapshots = Snapshots(model)
-    digest = snapshots.identity["weights"][:12]
-    cache = Path(os.path.expanduser(DataConfig().cache_folder))
-    store = options.store or cache / "serve" / digest
-    store.mkdir(mode=0o700, parents=True, exist_ok=True)
-    in_use = UserError(f"another server uses {store}; stop it, or use another --store")
-    held.enter_context(lock_folder(store, in_use))
-    engine = Engine(
-        model,
-        tokenizer,
-        PrefixStore(options.prefix_memory_mb * MEGABYTE),
-        options.slots,
-        options.queue,
-        lambda: matmul_precision(device, options.precision),
-    )
-    return Service(
-        name=options.name or Path(name).resolve().name,
-        engine=engine,
-        contexts=ContextStore(store / "contexts", snapshots, options.contexts_mb * MEGABYTE),
-        limits=Limits(
-            options.max_body_mb * MEGABYTE,
-            options.max_prompt_tokens,
-            options.max_tokens,
-            options.time_limit,
-        ),
-        api_key=api_key,
-        chat_template=read_chat_template(name),
-    )
+    with computing("reduce --slots"):
+        device = find_device(options.device)
+        name = options.run
+        if has_images(name):
+            raise UserError(f"{name} is a model of images; serve a model of text")
+        model, tokenizer = load_model_and_tokenizer(name, options.checkpoint)
+        check_servable(model)
+        model.to(device)
+        snapshots = Snapshots(model)
+        cache = Path(os.path.expanduser(DataConfig().cache_folder))
+        store = options.store or cache / "serve" / snapshots.identity["weights"][:12]
+        store.mkdir(mode=0o700, parents=True, exist_ok=True)
+        in_use = UserError(f"another server uses {store}; stop it, or use another --store")
+        with lock_folder(store, in_use):
+            engine = Engine(
+                model,
+                tokenizer,
+                PrefixStore(options.prefix_memory_mb * MEGABYTE),
+                options.slots,
+                options.queue,
+                lambda: matmul_precision(device, options.precision),
+            )
+            contexts = ContextStore(store / "contexts", snapshots, options.contexts_mb * MEGABYTE)
+            limits = Limits(
+                options.max_body_mb * MEGABYTE,
+                options.max_prompt_tokens,
+                options.max_tokens,
+                options.time_limit,
+            )
+            shown = options.name or Path(name).resolve().name
+            serve(
+                Service(shown, engine, contexts, limits, key, read_chat_template(name)),
+                options.host,
+                options.port,
+                options.allow_hosts,
+                options.stop_time,
+                lambda line: print(line, flush=True),
+                client_seconds=options.client_timeout,
+            )

@@ -96,11 +96,8 @@ class TrainingBatches:
                 f"the training split has {len(split):,} tokens, fewer than one sequence of "
                 f"{seq_len:,}; use more data, or a smaller train.seq_len and train.backprop_len"
             )
-        self.split = split
-        self.batch_size = batch_size
-        self.seq_len = seq_len
-        self.backprop_len = backprop_len
-        self.seed = seed
+        self.split, self.batch_size, self.seed = split, batch_size, seed
+        self.seq_len, self.backprop_len = seq_len, backprop_len
         self.n_spans = seq_len // backprop_len
         self._with_document_ids = packs_documents(split, seq_len)
         self._order = lru_cache(maxsize=2)(self._shuffle)
@@ -120,21 +117,14 @@ class TrainingBatches:
     def read(self, step: int, rows: Sequence[int]) -> tuple[Batch, int]:
         """Return some rows of the batch of a step, and the number of targets of all rows."""
         number, span = divmod(step, self.n_spans)
-        first, offset = number * self.batch_size, span * self.backprop_len
-        sequences = [self._sequence(n) for n in range(first, first + self.batch_size)]
-        starts = np.array(sequences) * self.seq_len
+        first, offset, n = number * self.batch_size, span * self.backprop_len, self.backprop_len
+        # Positions in the order of the run; a batch may span epochs.
+        places = [divmod(i, self.n_sequences) for i in range(first, first + self.batch_size)]
+        starts = np.array([self._order(epoch)[i] for epoch, i in places]) * self.seq_len
         ends = np.minimum(starts + self.seq_len, len(self.split))
-        n_targets = int((ends - starts - offset).clip(0, self.backprop_len).sum())
-        own = list(rows)
-        batch = read_rows(
-            self.split, starts[own], ends[own], offset, self.backprop_len, self._with_document_ids
-        )
-        return batch, n_targets
-
-    def _sequence(self, position: int) -> int:
-        """Return the sequence at a position in the order of the run; batches may span epochs."""
-        epoch, within = divmod(position, self.n_sequences)
-        return int(self._order(epoch)[within])
+        n_targets = int((ends - starts - offset).clip(0, n).sum())
+        own = starts[list(rows)], ends[list(rows)]
+        return read_rows(self.split, *own, offset, n, self._with_document_ids), n_targets
 
     def _shuffle(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.n_sequences)

@@ -63,10 +63,8 @@ def learn_bpe(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
             raise _error(vocab_size, f"{lines[-1]} (exit status {done.returncode})")
         learned = HFTokenizer(Path(partial, JSON_FILE))
     if learned.vocab_size < vocab_size:
-        raise _error(
-            vocab_size,
-            f"there is too little text; set --model.vocab-size to at most {learned.vocab_size}",
-        )
+        fix = f"set --model.vocab-size to at most {learned.vocab_size}"
+        raise _error(vocab_size, f"there is too little text; {fix}")
     learned.save(folder)
 
 

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import URLError
 
 from transformer_vq.config import LEARNED, DataConfig
-from transformer_vq.data.images import (
-    ImageFiles,
-    ImageNetFile,
-    find_imagenet64,
-    find_images,
-)
+from transformer_vq.data.images import ImageFiles, ImageNetFile, find_imagenet64, find_images
 from transformer_vq.data.paths import (
     SPLITS,
     DataError,
@@ -25,7 +20,7 @@ from transformer_vq.data.paths import (
 from transformer_vq.data.text import Input, find_inputs, python_sources, reading
 from transformer_vq.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from transformer_vq.files import CorruptFileError, file_digest
-from transformer_vq.progress import info, warn
+from transformer_vq.progress import info
 
 URL = "http://mattmahoney.net/dc/enwik8.zip"
 ZIP_SHA256 = "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc"
@@ -49,7 +44,7 @@ class Source:
     vocab_size: int
     ends_documents: bool = False
     shares: tuple[float, float] = (0.05, 0.05)
-    """Of validation and test, for inputs without a split; the default is that of enwik8."""
+    """Of validation and test, for inputs without a split."""
     has_images: bool = False
 
     @property
@@ -58,14 +53,6 @@ class Source:
         given = {item.split for item in self.inputs}
         shares = dict(zip(SPLITS, (1.0, *self.shares), strict=True))
         return [name for name in SPLITS if name in given or (None in given and shares[name] > 0)]
-
-    def check_size(self, n_bytes: int) -> None:
-        """Warn if enwik8 is not complete."""
-        if self.dataset == "enwik8" and n_bytes != SIZE:
-            warn(
-                f"{self.inputs[0].path} has {n_bytes:,} bytes instead of the {SIZE:,} of enwik8: "
-                "results cannot be compared with published ones"
-            )
 
     def fingerprint(self) -> list[object]:
         """Return JSON values that change whenever the tokens may change."""
@@ -90,37 +77,30 @@ def find_source(config: DataConfig, vocab_size: int | None) -> Source:
 
     vocab_size: of a vocabulary that must be learned; None uses 8,192.
     """
+    name, ends, shares = config.dataset, config.ends_documents, (0.05, 0.05)
     path = Path(os.path.expanduser(config.path[0])) if config.path else None
-    name = config.dataset
+    if path is None and name not in ("text", "enwik8"):
+        raise DataError(f"{name} is not downloaded automatically; give its folder as --data.path")
+    if config.has_images:
+        assert path is not None
+        images = find_imagenet64(path) if name == "imagenet64" else find_images(path)
+        return Source(name, list(images), ByteTokenizer(), 256, shares=shares, has_images=True)
     if name == "text":
         inputs, shares = _text_inputs(config)
-        return replace(_text_source(config, inputs, vocab_size), shares=shares)
-    if name == "enwik8":
-        file = _find_enwik8(path, Path(os.path.expanduser(config.cache_folder)))
-        return _text_source(config, [Input(str(file), "text")], vocab_size)
-    if path is None:
-        raise DataError(f"{name} is not downloaded automatically; give its folder as --data.path")
-    if name == "pg19":
-        return _text_source(config, _books(path), vocab_size)
-    images = find_imagenet64(path) if name == "imagenet64" else find_images(path)
-    return Source(name, list(images), ByteTokenizer(), 256, has_images=True)
-
-
-def _text_source(config: DataConfig, inputs: list[Input], vocab_size: int | None) -> Source:
-    name, ends = config.tokenizer_name, config.ends_documents
-    if config.tokenizer is None and config.dataset == "pg19":
-        raise DataError(
-            "pg19 needs a vocabulary; give a SentencePiece .model file as --data.tokenizer, or use "
-            "--data.tokenizer bpe"
-        )
-    tokenizer: Tokenizer | None
-    if name in LEARNED:
-        tokenizer, size = None, vocab_size or DEFAULT_VOCAB_SIZE
+    elif name == "enwik8":
+        inputs = [_find_enwik8(path, Path(os.path.expanduser(config.cache_folder)))]
     else:
-        path = Path(os.path.expanduser(name))
-        tokenizer = ByteTokenizer(ends) if name == "bytes" else open_tokenizer(path, ends)
-        size = tokenizer.vocab_size
-    return Source(config.dataset, list(inputs), tokenizer, size, ends)
+        assert path is not None
+        inputs = _books(path)
+    if config.tokenizer is None and name == "pg19":
+        fix = "give a SentencePiece .model file as --data.tokenizer, or use --data.tokenizer bpe"
+        raise DataError(f"pg19 needs a vocabulary; {fix}")
+    kind, tokenizer = config.tokenizer_name, None
+    if kind not in LEARNED:
+        file = Path(os.path.expanduser(kind))
+        tokenizer = ByteTokenizer(ends) if kind == "bytes" else open_tokenizer(file, ends)
+    size = vocab_size or DEFAULT_VOCAB_SIZE if tokenizer is None else tokenizer.vocab_size
+    return Source(name, list(inputs), tokenizer, size, ends, shares)
 
 
 def _text_inputs(config: DataConfig) -> tuple[list[Input], tuple[float, float]]:
@@ -137,10 +117,8 @@ def _text_inputs(config: DataConfig) -> tuple[list[Input], tuple[float, float]]:
             option = f"--data.{split}-path"
             inputs += find_inputs(paths, config.format, split, option, config.text_field)
     given = {item.split for item in inputs}
-    validation, test = (
-        0.0 if split in given else getattr(config, f"{split}_share") for split in SPLITS[1:]
-    )
-    return inputs, (validation, test)
+    validation = 0.0 if "validation" in given else config.validation_share
+    return inputs, (validation, 0.0 if "test" in given else config.test_share)
 
 
 def _books(root: Path) -> list[Input]:
@@ -157,21 +135,17 @@ def _books(root: Path) -> list[Input]:
     return books
 
 
-def _find_enwik8(path: Path | None, cache: Path) -> Path:
-    if path is None:
-        file = cache / DOWNLOAD
-        if not file.is_file():
-            raise DataError(
-                "enwik8 is not downloaded; run `tvq prepare enwik8` or give a file as --data.path"
-            )
-        return file
-    fix = "--data.path must be enwik8, enwik8.zip, or a folder with either"
+def _find_enwik8(path: Path | None, cache: Path) -> Input:
+    fix = "run `tvq prepare enwik8` or give a file as --data.path"
+    if path is None and not (cache / DOWNLOAD).is_file():
+        raise DataError(f"enwik8 is not downloaded; {fix}")
+    path = path or cache / DOWNLOAD
     if path_kind(path, fix) == "file":
-        return path
-    found = [path / name for name in ("enwik8", "enwik8.zip") if (path / name).is_file()]
-    if not found:
-        raise DataError(f"{path} contains neither enwik8 nor enwik8.zip; {fix}")
-    return found[0]
+        return Input(str(path), "text")
+    for name in ("enwik8", "enwik8.zip"):
+        if (path / name).is_file():
+            return Input(str(path / name), "text")
+    raise DataError(f"{path} contains neither enwik8 nor enwik8.zip; {fix}")
 
 
 def download(cache: Path, url: str = URL, sha256: str = ZIP_SHA256) -> Path:
@@ -189,8 +163,6 @@ def download(cache: Path, url: str = URL, sha256: str = ZIP_SHA256) -> Path:
         info(f"downloading {url}")
         download_url_to_file(url, str(target), hash_prefix=sha256, progress=False)
     except (OSError, URLError, RuntimeError, CorruptFileError) as error:
-        raise DataError(
-            f"cannot download {url}: {error_reason(error)}; run the command again, or give a local "
-            "file as --data.path"
-        ) from error
+        fix = "run the command again, or give a local file as --data.path"
+        raise DataError(f"cannot download {url}: {error_reason(error)}; {fix}") from error
     return target

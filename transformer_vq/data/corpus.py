@@ -20,6 +20,7 @@ from transformer_vq.files import CorruptFileError, check_large_files, read_objec
 META = "meta.json"
 TOKENS = "tokens.bin"
 FORMAT = 7  # increased whenever the same data would give different files
+FIX = "delete it and prepare it again"
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
@@ -108,14 +109,13 @@ class Corpus:
 
         Raises CorruptFileError if a file is missing, corrupt or was changed.
         """
-        fix = "delete it and prepare it again"
         try:
             meta = read_object(folder / META)
         except CorruptFileError as error:
-            raise CorruptFileError(f"{error}; {fix}") from error
+            raise CorruptFileError(f"{error}; {FIX}") from error
         if meta.pop("format", None) != FORMAT:
-            raise CorruptFileError(f"{folder} was written by another version; {fix}")
-        check_large_files(folder, fix)
+            raise CorruptFileError(f"{folder} was written by another version; {FIX}")
+        check_large_files(folder, FIX)
         sizes = {name: SplitSize(**size) for name, size in meta.pop("splits").items()}
         return cls(folder, sizes=sizes, **meta)
 
@@ -125,20 +125,15 @@ class Corpus:
         Raises DataError for other names, and CorruptFileError if files were changed since `open`.
         """
         if name not in self.sizes:
-            raise DataError(
-                f"there is no {name} split, only {', '.join(self.sizes)}; set "
-                "--data.validation-share or --data.test-share"
-            )
-        size = self.sizes[name]
+            fix = "set --data.validation-share or --data.test-share"
+            raise DataError(f"there is no {name} split, only {', '.join(self.sizes)}; {fix}")
         try:
-            dtype = token_dtype(self.vocab_size)
-            stored = np.memmap(self.folder / TOKENS, dtype, mode="r")
+            stored = np.memmap(self.folder / TOKENS, token_dtype(self.vocab_size), mode="r")
             starts, offsets = np.load(self.folder / f"{name}.npy", mmap_mode="r")
         except Exception as error:  # numpy raises many kinds of errors for corrupt headers
-            raise CorruptFileError(
-                f"{self.folder} was changed ({error_reason(error)}); delete it and prepare it again"
-            ) from error
-        return Split(stored, starts, self.bos, size, offsets)
+            problem = f"{self.folder} was changed ({error_reason(error)})"
+            raise CorruptFileError(f"{problem}; {FIX}") from error
+        return Split(stored, starts, self.bos, self.sizes[name], offsets)
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the corpus, which converts text to tokens and back."""

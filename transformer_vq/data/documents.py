@@ -124,8 +124,7 @@ def count_words(data: bytes, in_word: bool = False) -> tuple[int, bool]:
         return 0, in_word
     spaces = _SPACES[np.frombuffer(data, dtype=np.uint8)]
     n_words = int(np.count_nonzero(spaces[:-1] & ~spaces[1:]))
-    n_words += not (in_word or spaces[0])
-    return n_words, not spaces[-1]
+    return n_words + (not (in_word or spaces[0])), not spaces[-1]
 
 
 def tokenize(source: Source, tokenizer: Tokenizer, work: Path) -> np.ndarray:
@@ -133,10 +132,9 @@ def tokenize(source: Source, tokenizer: Tokenizer, work: Path) -> np.ndarray:
     dtype = np.dtype(token_dtype(source.vocab_size))
     eod = np.array([] if tokenizer.eod is None else [tokenizer.eod], dtype=dtype)
     is_bytes = isinstance(tokenizer, ByteTokenizer)
-    n_documents = n_empty = n_chunks = n_unwritten = 0
-    is_lossy = False
+    n_documents = n_empty = n_chunks = is_lossy = 0
     first, n_tokens = _resume(work, dtype.itemsize)
-    start, rows = n_tokens, bytearray()  # of the current document; not written yet
+    n_flushed, start, rows = n_tokens, n_tokens, bytearray()  # rows are not written yet
     with (
         open(work / TOKENS, "ab") as tokens_file,
         open(work / DOCUMENTS, "ab") as rows_file,
@@ -162,16 +160,15 @@ def tokenize(source: Source, tokenizer: Tokenizer, work: Path) -> np.ndarray:
                     tokens = np.concatenate([tokens, eod])
                 tokens_file.write(tokens.astype(dtype, copy=False).tobytes())
                 n_tokens += len(tokens)
-                n_unwritten += len(tokens)
                 if row is not None:
                     n_documents += row["bytes"] != END
                     n_empty += row["bytes"] == 0
                     row["offset"], row["tokens"] = start, n_tokens - start
                     start = n_tokens
                     rows += row.tobytes() if row["bytes"] else b""
-                if n_unwritten >= FLUSH_TOKENS:
+                if n_tokens - n_flushed >= FLUSH_TOKENS:
                     flush()
-                    n_unwritten = 0
+                    n_flushed = n_tokens
         finally:
             flush()
     if n_empty and not source.has_images:
@@ -232,8 +229,7 @@ def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
 def find_edges(source: Source, sizes: np.ndarray) -> tuple[int, int]:
     """Return where validation and test start, in bytes. sizes: of all documents, in their order.
 
-    An edge moves to the nearest boundary between two documents if there is one close to it.
-    Otherwise it divides a document.
+    An edge moves to a boundary between two documents if one is close; else it divides a document.
     """
     ends = np.cumsum(sizes)
     total = int(ends[-1])
@@ -289,8 +285,7 @@ def divide_documents(
 def _cut(row: np.void, at: int, tokenizer: Tokenizer, tokens: np.ndarray) -> np.ndarray:
     """Divide a document after `at` bytes: return the rows of its start and its end.
 
-    It is divided between two tokens, so the start may be a few bytes longer; then there may be no
-    end.
+    It is divided between two tokens, so the start may be longer, and there may be no end.
     """
     n_tokens = n_bytes = n_words = 0
     in_word = False

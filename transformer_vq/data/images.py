@@ -69,19 +69,15 @@ class ImageFiles:
                     failures.append(f"{file.relative_to(self.path)} ({image})")
                 yield [b"" if isinstance(image, str) else image.tobytes()]
         if failures:
-            warn(
-                f"{len(failures):,} of {len(self.images):,} images of {self.path} cannot be read "
-                f"and are skipped, for example {failures[0]}"
-            )
+            some = f"{len(failures):,} of {len(self.images):,} images of {self.path}"
+            warn(f"{some} cannot be read and are skipped, for example {failures[0]}")
 
 
 def find_images(root: Path) -> list[ImageFiles]:
     """Return all files with a suffix that Pillow can open; hidden files are skipped."""
     check_folder(root, "--data.path must be a folder of images")
-    import_extra("PIL.Image", "decoding images", "pillow")
-    from PIL import Image
-
-    suffixes = {end for end, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    pil = import_extra("PIL.Image", "decoding images", "pillow")
+    suffixes = {end for end, kind in pil.registered_extensions().items() if kind in pil.OPEN}
     files = list_files(root, wanted=lambda name: Path(name).suffix.lower() in suffixes)
     if not files:
         image_edges(0)  # raises an error
@@ -92,10 +88,8 @@ def find_images(root: Path) -> list[ImageFiles]:
 def image_edges(n_images: int) -> tuple[int, int]:
     """Return where validation and test start, in bytes: 5% of the images each, at least one."""
     if n_images < 3:
-        raise DataError(
-            f"there are {n_images} readable images, but train, validation and test need at "
-            "least one each; add images or give another --data.path"
-        )
+        needed = "train, validation and test need at least one each"
+        raise DataError(f"{n_images} readable images, but {needed}; add images")
     held_out = max(1, round(n_images * 0.05))
     return N_TOKENS * (n_images - 2 * held_out), N_TOKENS * (n_images - held_out)
 
@@ -104,8 +98,7 @@ def decode_image(path: Path) -> np.ndarray:
     """Return an image file as RGB [64, 64, 3], uint8.
 
     The EXIF orientation is applied and transparency becomes white. The image is resized with a box
-    filter, as in ImageNet64, without keeping its aspect ratio.
-    Note: Pillow raises an error for extremely large images (decompression bombs).
+    filter, as in ImageNet64, without keeping its aspect ratio. Pillow rejects decompression bombs.
     """
     import_extra("PIL.Image", "decoding images", "pillow")
     from PIL import Image, ImageOps
@@ -116,9 +109,8 @@ def decode_image(path: Path) -> np.ndarray:
         if image.mode.startswith("I"):  # 16 bits per channel, which convert() would clip at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-            image = image.convert("RGBA")
             white = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(white, image)
+            image = Image.alpha_composite(white, image.convert("RGBA"))
         image = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BOX)
         return np.asarray(image)
 
@@ -160,14 +152,11 @@ class ImageNetFile:
 def find_imagenet64(root: Path) -> list[ImageNetFile]:
     """Find `train_data_batch_1.npz`, `train_data_batch_2.npz`, ... and `val_data.npz`.
 
-    The official validation set is the test split. The last images of the training set are the
-    validation split.
+    The official validation set is the test split; the last training images are for validation.
     """
     check_folder(root, "--data.path must be the folder of the ImageNet64 npz files")
     numbered = [(f.stem.rpartition("_")[2], f) for f in root.glob("train_data_batch_*.npz")]
-    train = sorted(
-        (int(number), file) for number, file in numbered if number.isdecimal() and file.is_file()
-    )
+    train = sorted((int(n), file) for n, file in numbered if n.isdecimal() and file.is_file())
     official = root / "val_data.npz"
     if not train or not official.is_file():
         missing = "val_data.npz" if train else "train_data_batch_1.npz"
@@ -176,10 +165,8 @@ def find_imagenet64(root: Path) -> list[ImageNetFile]:
     counts = [_count(file) for file in files]
     n_train, n_test = sum(counts[:-1]), counts[-1]
     if (n_train, n_test) != (FULL_TRAIN, FULL_TEST):
-        warn(
-            f"{root} contains {n_train:,} + {n_test:,} images instead of {FULL_TRAIN:,} + "
-            f"{FULL_TEST:,}: results cannot be compared with published ones"
-        )
+        want = f"{FULL_TRAIN:,} + {FULL_TEST:,}: results cannot be compared with published ones"
+        warn(f"{root} contains {n_train:,} + {n_test:,} images instead of {want}")
     edges = (0, round(n_train * PAPER_TRAIN / FULL_TRAIN), n_train, n_train + n_test)
     found, start = [], 0
     for file, count in zip(files, counts, strict=True):
@@ -207,8 +194,6 @@ def _open(path: Path) -> Iterator[tuple[IO[bytes], int]]:
                 np.lib.format.read_magic(file)
                 shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
             if dtype != np.uint8 or shape[1:] != (N_TOKENS,) or is_fortran:
-                raise DataError(
-                    f"{path} contains {dtype} {list(shape)} instead of uint8 [n, {N_TOKENS}] in "
-                    "row order; download the 64x64 version, other sizes are not supported"
-                )
+                found = f"{dtype} {list(shape)} instead of uint8 [n, {N_TOKENS}] in row order"
+                raise DataError(f"{path} contains {found}; download the 64x64 version")
             yield file, int(shape[0])

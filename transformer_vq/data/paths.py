@@ -52,8 +52,7 @@ def check_folder(path: Path, fix: str) -> None:
 def list_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> list[Path]:
     """Return the regular files in a folder whose names are `wanted`, except hidden ones, sorted.
 
-    Warns about entries that are skipped. Raises DataError if a folder cannot be listed, because its
-    files would be missing silently.
+    Warns about entries that are skipped. Raises DataError if a folder cannot be listed.
     """
 
     def fail(error: OSError) -> None:
@@ -68,8 +67,6 @@ def list_files(folder: Path, wanted: Callable[[str], bool] = lambda name: True) 
             if wanted(path.name):
                 (found if path.is_file() else skipped).append(path)
     if skipped:
-        warn(
-            f"{len(skipped):,} entries of {folder} are skipped, because they are links to folders "
-            f"or not regular files, for example {min(skipped)}"
-        )
+        what = f"{len(skipped):,} entries of {folder}, such as {min(skipped)}"
+        warn(f"{what}, are skipped, because they are links to folders or not regular files")
     return sorted(found, key=os.fsencode)

@@ -19,16 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from transformer_vq.config import DataConfig
+from transformer_vq.data import corpora
 from transformer_vq.data.bpe import LINE_STARTS, learn_bpe
 from transformer_vq.data.corpora import Source, find_source
-from transformer_vq.data.corpus import (
-    FORMAT,
-    META,
-    TOKENS,
-    Corpus,
-    SplitSize,
-    token_dtype,
-)
+from transformer_vq.data.corpus import FORMAT, META, TOKENS, Corpus, SplitSize, token_dtype
 from transformer_vq.data.documents import (
     DOCUMENTS,
     END,
@@ -58,11 +52,8 @@ def prepare(
 
     The corpus is reused by later calls until the data changes. A corrupt corpus is created again,
     with a warning. Processes that prepare data in the same cache wait for each other.
-
-    config: the dataset, its path, an optional vocabulary file, and the cache folder.
-    vocab_size: the vocabulary size of the model, which the data must match. It is also the size of
-        a vocabulary that must be learned. None accepts any size.
-    reporter: receives progress and warnings; None keeps the current reporter.
+    vocab_size: that of the model, which the data must match, and of a vocabulary that is learned;
+    None accepts any size. reporter: receives progress and warnings; None keeps the current one.
 
     Raises DataError, with a message of one line, if the data is missing, unreadable, empty or does
     not match `vocab_size`, or if the cache cannot be written.
@@ -73,12 +64,11 @@ def prepare(
         wanted = None if vocab_size in BYTE_VOCAB_SIZES else vocab_size
         source = find_source(config, wanted)
         if vocab_size not in (None, *BYTE_VOCAB_SIZES, source.vocab_size):
-            raise DataError(
-                f"{config.dataset} has a vocabulary of {source.vocab_size:,} tokens, but the model "
-                f"expects {vocab_size:,}; set --model.vocab-size to {source.vocab_size}"
-            )
-        fingerprint = json.dumps([FORMAT, source.fingerprint()])
-        digest = hashlib.sha256(fingerprint.encode()).hexdigest()[:16]
+            size = source.vocab_size
+            problem = f"{size:,} tokens, but the model expects {vocab_size:,}"
+            fix = f"set --model.vocab-size to {size}"
+            raise DataError(f"{config.dataset} has a vocabulary of {problem}; {fix}")
+        digest = _digest(source)
         folder = cache / f"{config.dataset}-{digest}"
         with suppress(FileNotFoundError, CorruptFileError):
             return Corpus.open(folder)
@@ -95,21 +85,21 @@ def prepare(
                 work.mkdir(exist_ok=True)
                 try:
                     _create(source, work)
-                    if json.dumps([FORMAT, source.fingerprint()]) != fingerprint:
-                        raise DataError(
-                            f"the files of {config.dataset} changed while they were read; run the "
-                            "command again"
-                        )
+                    if _digest(source) != digest:
+                        raise DataError("files changed while they were read; run the command again")
                 except UserError:  # the data cannot be used, so there is nothing to resume
                     shutil.rmtree(work, ignore_errors=True)
                     raise
                 os.replace(work, folder)
         except OSError as error:
-            raise DataError(
-                f"cannot write to {cache}: {error_reason(error)}; free disk space or use another "
-                "--data.cache"
-            ) from error
+            fix = "free disk space or use another --data.cache"
+            raise DataError(f"cannot write to {cache}: {error_reason(error)}; {fix}") from error
         return Corpus.open(folder)
+
+
+def _digest(source: Source) -> str:
+    values = json.dumps([FORMAT, source.fingerprint()])
+    return hashlib.sha256(values.encode()).hexdigest()[:16]
 
 
 @contextmanager
@@ -134,7 +124,9 @@ def _create(source: Source, work: Path) -> None:
     rows = tokenize(source, tokenizer, work)
     if not len(rows):
         raise DataError(_no_text(source))
-    source.check_size(int(rows["bytes"].sum()))
+    if source.dataset == "enwik8" and (n_bytes := int(rows["bytes"].sum())) != corpora.SIZE:
+        problem = f"{source.inputs[0].path} has {n_bytes:,} bytes instead of {corpora.SIZE:,}"
+        warn(f"{problem}: results cannot be compared with published ones of enwik8")
     tokens = np.memmap(work / TOKENS, token_dtype(source.vocab_size), mode="r")
     rows = divide_documents(source, tokenizer, rows, tokens)
     sizes = {}
@@ -142,17 +134,15 @@ def _create(source: Source, work: Path) -> None:
     for name in source.splits:
         found = rows[rows["split"] == SPLITS.index(name)]
         if not len(found):
-            raise DataError(
-                f"the {name} split of {source.dataset} would be empty: {rows['bytes'].sum():,} "
-                f"bytes are too few for {', '.join(source.splits)}; use more data"
-            )
+            problem = f"the {name} split of {source.dataset} would be empty"
+            size = f"{rows['bytes'].sum():,} bytes are too few for {', '.join(source.splits)}"
+            raise DataError(f"{problem}: {size}; use more data")
         starts = np.cumsum(found["tokens"]) - found["tokens"]
         np.save(work / f"{name}.npy", np.stack([starts, found["offset"]]))
         identity.update(np.stack([found["digest"].view("<i8"), starts, found["bytes"]]).tobytes())
         n_tokens, n_bytes, n_words = (int(found[x].sum()) for x in ("tokens", "bytes", "words"))
-        sizes[name] = SplitSize(
-            n_tokens, len(found), n_bytes, None if source.has_images else n_words
-        )
+        words = None if source.has_images else n_words
+        sizes[name] = vars(SplitSize(n_tokens, len(found), n_bytes, words))
     tokenizer.save(work)
     shutil.rmtree(work / "tokenizer", ignore_errors=True)
     (work / DOCUMENTS).unlink()
@@ -164,7 +154,7 @@ def _create(source: Source, work: Path) -> None:
         "sha256": identity.hexdigest(),
         "tokenizer_sha256": tokenizer.sha256,
         "end_of_document": source.ends_documents,
-        "splits": {name: vars(size) for name, size in sizes.items()},
+        "splits": sizes,
     }
     write_json(work / META, meta)
     write_manifest(work)

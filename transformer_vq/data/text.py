@@ -26,13 +26,7 @@ from typing import Any
 import fsspec.compression
 
 from transformer_vq.config import DataConfig
-from transformer_vq.data.paths import (
-    SPLITS,
-    DataError,
-    error_reason,
-    list_files,
-    path_kind,
-)
+from transformer_vq.data.paths import DataError, error_reason, list_files, path_kind
 from transformer_vq.data.tokenizers import utf8
 from transformer_vq.errors import UserError, import_extra
 from transformer_vq.progress import warn
@@ -73,10 +67,9 @@ class Input:
         """Yield the documents in order, each in chunks; those without text have no bytes."""
         if self.format == "text":
             yield _text_document(self.path, self.unix_newlines)
-        elif self.format == "jsonl":
-            yield from _read_jsonl(self.path, self.text_field)
         else:
-            yield from _read_dataset(self)
+            records = _read_jsonl(self.path) if self.format == "jsonl" else _read_dataset(self)
+            yield from _texts(records, self.text_field)
 
 
 @contextmanager
@@ -87,15 +80,11 @@ def reading(path: str | Path) -> Iterator[None]:
     except UserError:
         raise
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8 ({error.reason}); convert or remove it, or use "
-            "--data.tokenizer bytes"
-        ) from error
+        fix = "convert or remove it, or use --data.tokenizer bytes"
+        raise DataError(f"{path} is not UTF-8 ({error.reason}); {fix}") from error
     except Exception as error:  # libraries raise many kinds of errors for corrupt files
         reason = error_reason(error.__cause__ or error)[:200]
-        raise DataError(
-            f"cannot read {path}: {reason}; it may be incomplete, copy or download it again"
-        ) from error
+        raise DataError(f"cannot read {path}: {reason}; copy or download it again") from error
 
 
 def find_inputs(
@@ -125,13 +114,11 @@ def find_inputs(
 def _find(text: str, format: str, option: str) -> list[Input]:
     if text.startswith(HUB):
         return _dataset_splits(text.removeprefix(HUB), "hub")
-    path = Path(os.path.expanduser(text))
-    listed = [path]
-    if not os.path.lexists(path) and glob.has_magic(str(path)):
-        listed = [Path(x) for x in sorted(glob.glob(str(path), recursive=True))]
+    name = os.path.expanduser(text)
+    is_pattern = glob.has_magic(name) and not os.path.lexists(name)
     fix = f"give a file, a folder or a pattern as {option}"
     files: list[Input] = []
-    for path in listed:
+    for path in map(Path, sorted(glob.glob(name, recursive=True)) if is_pattern else [name]):
         if path_kind(path, fix) == "file":
             files.append(_file(path, format))
         elif (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
@@ -159,15 +146,11 @@ def _dataset_splits(path: str, format: str) -> list[Input]:
     dataset = _load(path, format)
     if not isinstance(dataset, dict):
         return [Input(path, format)]
-    found = []
-    validation = next((name for name in _VALIDATION if name in dataset), None)
-    for name in dataset:
-        split = "validation" if name == validation else name
-        if split in SPLITS:
-            found.append(Input(path, format, None if split == "train" else split, str(name)))
-        else:
-            warn(f"{path}: the split {name!r} is not used")
-    return found
+    validation = next((name for name in _VALIDATION if name in dataset), "")
+    splits = {"train": None, validation: "validation", "test": "test"}
+    for name in [x for x in dataset if x not in splits]:
+        warn(f"{path}: the split {name!r} is not used")
+    return [Input(path, format, splits[name], str(name)) for name in dataset if name in splits]
 
 
 @contextmanager
@@ -210,26 +193,21 @@ def _text_document(path: str, unix_newlines: bool) -> Iterator[bytes]:
     yield held
 
 
-def _read_jsonl(path: str, text_field: str | None) -> Iterator[list[bytes]]:
-    """Yield the text of each line, which is a JSON object or string. Skips blank lines."""
-
-    def records() -> Iterator[tuple[str, Any]]:
-        with _open(path) as file:
-            for number, line in enumerate(file, 1):
-                where = f"{path}, line {number:,}"
-                try:
-                    yield where, json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    if line.strip():
-                        raise DataError(
-                            f"{where}: invalid JSON ({error_reason(error)[:80]}); fix or remove it"
-                        ) from None
-
-    return _texts(path, records(), text_field)
+def _read_jsonl(path: str) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the value of each line that is not blank."""
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}, line {number:,}"
+            try:
+                yield where, json.loads(line)
+            except (ValueError, RecursionError) as error:
+                reason = error_reason(error)[:80]
+                if line.strip():
+                    raise DataError(f"{where}: invalid JSON ({reason}); fix or remove it") from None
 
 
-def _read_dataset(item: Input) -> Iterator[list[bytes]]:
-    """Yield the rows of a file, a saved dataset or a dataset by name, read by `datasets`."""
+def _read_dataset(item: Input) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the row of each record of a file or dataset, read by `datasets`."""
     if item.format in ("saved", "hub"):
         rows = _load(item.path, item.format, item.dataset_split)
     else:
@@ -243,8 +221,7 @@ def _read_dataset(item: Input) -> Iterator[list[bytes]]:
             streaming=True,
             **options,
         )
-    numbered = ((f"{item.path}, row {number:,}", row) for number, row in enumerate(rows, 1))
-    return _texts(item.path, numbered, item.text_field)
+    return ((f"{item.path}, row {number:,}", row) for number, row in enumerate(rows, 1))
 
 
 def _load(path: str, format: str, split: str | None = None) -> Any:
@@ -258,9 +235,8 @@ def _load(path: str, format: str, split: str | None = None) -> Any:
         return library.load_dataset(name, config or None, split=split, streaming=True)
     except Exception as error:  # of the network, of the hub, of a damaged folder
         fix = "save it again with save_to_disk" if format == "saved" else "check name and network"
-        raise DataError(
-            f"cannot load the dataset {path}: {error_reason(error)[:200]}; {fix}"
-        ) from error
+        reason = error_reason(error)[:200]
+        raise DataError(f"cannot load the dataset {path}: {reason}; {fix}") from error
 
 
 def _datasets() -> Any:
@@ -270,43 +246,30 @@ def _datasets() -> Any:
     return library
 
 
-def _texts(
-    path: str, records: Iterable[tuple[str, Any]], field: str | None
-) -> Iterator[list[bytes]]:
+def _texts(records: Iterable[tuple[str, Any]], field: str | None) -> Iterator[list[bytes]]:
     """Yield the text of each record as UTF-8, b"" for null.
 
     records: each with its place in the file, for messages. field: the field with the text, or a
     dotted path to one in nested records; None takes "text", or the only field with text.
     """
     for where, record in records:
-        text = record
+        text, place = record, ""
         if isinstance(record, Mapping):
-            field = field or _find_field(path, record)
+            if field is None:
+                found = [name for name, x in record.items() if isinstance(x, (str, bytes))]
+                found = ["text"] if "text" in record else found
+                if len(found) != 1:
+                    names = f"{'several fields' if found else 'no field'} with text"
+                    names += f" ({', '.join(found or record):.200})"
+                    raise DataError(f"{where}: {names}; choose one with --data.text-field")
+                field = found[0]
             for key in [field] if field in record else field.split("."):
                 if text is not None:  # null stays null, and 0 is not text
                     text = text.get(key, 0) if isinstance(text, Mapping) else 0
+            place = f" in the field {field!r} of {', '.join(record):.200}"
         if text is not None and not isinstance(text, (str, bytes)):
-            fields = ""
-            if isinstance(record, Mapping):
-                fields = f" in the field {field!r} of {_list(record)}"
-            raise DataError(f"{where}: no text{fields}; fix or remove it, or set --data.text-field")
+            raise DataError(f"{where}: no text{place}; fix or remove it, or set --data.text-field")
         yield [utf8(text) if isinstance(text, str) else text or b""]
-
-
-def _find_field(path: str, record: Mapping[str, Any]) -> str:
-    if "text" in record:
-        return "text"
-    found = [name for name, value in record.items() if isinstance(value, (str, bytes))]
-    if len(found) == 1:
-        return found[0]
-    problem = "several fields with text" if found else "no field with text"
-    raise DataError(
-        f"{path} has {problem} ({_list(found or record)}); choose one with --data.text-field"
-    )
-
-
-def _list(fields: Iterable[str]) -> str:
-    return f"{', '.join(fields):.200}"
 
 
 def python_sources() -> list[Input]:
@@ -322,8 +285,7 @@ def python_sources() -> list[Input]:
 def store_stdin(config: DataConfig, cache: Path) -> DataConfig:
     """Return the config with "-" replaced by a file that contains standard input.
 
-    The file is named after its content, so that the same input gives the same corpus. A run needs
-    the file again when it is resumed.
+    It is named after its content: the same input gives the same corpus. Resuming needs it again.
     """
     given = {name: getattr(config, name) for name in ("path", "validation_path", "test_path")}
     n_given = sum(paths.count(STDIN) for paths in given.values())
@@ -341,8 +303,7 @@ def store_stdin(config: DataConfig, cache: Path) -> DataConfig:
         stored = folder / digest.hexdigest()[:16]
         if not stored.exists():
             os.link(file.name, stored)
-    changes: dict[str, Any] = {
-        name: tuple(str(stored) if path == STDIN else path for path in paths)
-        for name, paths in given.items()
-    }
+    changes: dict[str, Any] = {}
+    for name, paths in given.items():
+        changes[name] = tuple(str(stored) if path == STDIN else path for path in paths)
     return replace(config, **changes)

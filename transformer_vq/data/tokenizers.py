@@ -14,7 +14,7 @@ import numpy as np
 
 from transformer_vq.data.paths import DataError, error_reason, path_kind
 from transformer_vq.errors import import_extra
-from transformer_vq.files import CorruptFileError, atomic_write, read_object, write_json
+from transformer_vq.files import atomic_write, read_object, write_json
 
 MODEL_FILE = "tokenizer.model"
 JSON_FILE = "tokenizer.json"
@@ -23,10 +23,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILES = (MODEL_FILE, JSON_FILE)
 """Names under which a vocabulary is saved; CONFIG_FILE is next to JSON_FILE."""
 
-GIVE_TOKENIZER = (
-    "--data.tokenizer must be bytes, bpe, a SentencePiece .model file, a tokenizer.json, or a "
-    "folder with either"
-)
+GIVE_TOKENIZER = "--data.tokenizer must be bytes, bpe, a SentencePiece .model or a tokenizer.json"
 
 CHUNK_CHARS = 1 << 16  # characters that are tokenized at once, about
 MAX_CHUNK_CHARS = 1 << 24  # a text without usable line ends is divided here
@@ -126,10 +123,9 @@ class ByteTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """The pieces of a SentencePiece model.
+    """The pieces of a SentencePiece model, which may change a text, as by a space before it.
 
-    Models may change a text, for example by adding a space before it. bos and eod are the model's
-    bos and eos; if it has only one of them, that one is both.
+    bos and eod are the model's bos and eos; if it has only one of them, that one is both.
     path: a .model file. sha256: of that file, if known; any other file raises DataError.
     """
 
@@ -148,9 +144,7 @@ class SentencePieceTokenizer(Tokenizer):
             self._texts = [self._text_of(token) for token in range(self.vocab_size)]
             self.cuts = _safe_cuts(self._model.encode, self._texts)
         except Exception as error:  # SentencePiece raises many kinds of errors for corrupt files
-            raise DataError(
-                f"{path} is not a SentencePiece model or is corrupt; copy it again"
-            ) from error
+            raise DataError(f"{path} is not a SentencePiece model; copy it again") from error
         if max(bos, eos) < 0:
             raise DataError(f"{path} has no bos piece; train it with the option bos_id")
         self.bos = bos if bos >= 0 else eos
@@ -182,8 +176,7 @@ class HFTokenizer(Tokenizer):
     Encoding adds no special tokens, and their names inside a text are ordinary text. bos and eod
     are the tokenizer's bos and eos; if it has only one of them, that one is both. Special tokens
     decode to nothing. Decoding is exact for byte-level vocabularies without a normalizer.
-    path: a .json file; files such as tokenizer_config.json are read if they are next to it.
-    sha256: of that file, if known; any other file raises DataError.
+    path: a .json file; tokenizer_config.json is read if it is next to it. sha256: of that file.
 
     `save` writes the file without truncation and padding, and with a post-processor that puts bos
     before each text. So a tokenizer has the same `sha256` in a run, in an export, and as given.
@@ -207,18 +200,14 @@ class HFTokenizer(Tokenizer):
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of the library is not an Exception
-            reason = " ".join(str(error).split())[:80]
-            raise DataError(
-                f"{path} is not a Hugging Face tokenizer or is corrupt ({reason}); copy it again"
-            ) from error
+            problem = f"{path} is not a Hugging Face tokenizer ({error_reason(error):.80})"
+            raise DataError(f"{problem}; copy it again") from error
         self.settings = _read_settings(path, self._model)
         named = [self.settings[x] for x in ("bos_token", "eos_token") if x in self.settings]
         ends = [vocab[name] for name in named if name in vocab]
         if not ends or len(ends) < len(named):
-            raise DataError(
-                f"{path} has no bos and no eos token, or not those of {CONFIG_FILE}; name one of "
-                'its tokens in that file next to it, as {"eos_token": "..."}'
-            )
+            problem = f"{path} has no bos and no eos token, or not those of {CONFIG_FILE}"
+            raise DataError(problem + '; name one of its tokens there: {"eos_token": "..."}')
         self.bos, self.eod = ends[0], ends[-1] if end_of_document else None
         self.names = {token: name for name, token in vocab.items()}
         self._content = _as_trained(content, layout, self.names[self.bos], self.bos)
@@ -249,10 +238,8 @@ class HFTokenizer(Tokenizer):
             else:
                 found = self._model.encode_batch_fast(texts, add_special_tokens=False)
         except Exception as error:
-            raise DataError(
-                f"the tokenizer cannot encode a text: {error_reason(error)}; use another "
-                "--data.tokenizer"
-            ) from error
+            problem = f"the tokenizer cannot encode a text: {error_reason(error)}"
+            raise DataError(f"{problem}; use another --data.tokenizer") from error
         return [
             ids if spelled.keys().isdisjoint(ids) else [y for x in ids for y in spelled.get(x, [x])]
             for ids in (encoding.ids for encoding in found)
@@ -270,6 +257,8 @@ class HFTokenizer(Tokenizer):
         unknown = model.get("unk_token") or model.get("unk_id")
         added = self._model.get_added_tokens_decoder()
 
+        decoder = self._model.decoder
+
         def text_of(token: int, name: str) -> bytes:
             if unknown in (token, name):
                 return "\ufffd".encode()
@@ -281,19 +270,13 @@ class HFTokenizer(Tokenizer):
                 return name.encode()
             if has_bytes and (byte := _BYTE.fullmatch(name)):
                 return bytes.fromhex(byte[1])
-            return self._text_within(name).encode()
+            if decoder is None:  # the library puts a space between tokens
+                return f" {name}".encode()
+            whole: str = decoder.decode(["a", name, "a"])  # as between other tokens
+            return whole[1 : len(whole) - len(decoder.decode(["a", "a"])) + 1].encode()
 
         names = self.names
         return [text_of(i, names[i]) if i in names else b"" for i in range(self.vocab_size)]
-
-    def _text_within(self, name: str) -> str:
-        """Return what the library decodes a token to if there are tokens before and after it."""
-        decoder = self._model.decoder
-        if decoder is None:  # the library puts a space between tokens
-            return f" {name}"
-        whole: str = decoder.decode(["a", name, "a"])
-        after: str = decoder.decode(["a", "a"])
-        return whole[1 : len(whole) - len(after) + 1]
 
 
 def _read_settings(path: Path, model: Any) -> dict[str, Any]:
@@ -304,10 +287,7 @@ def _read_settings(path: Path, model: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     config, template = path.with_name(CONFIG_FILE), path.with_name(TEMPLATE_FILE)
     if path.name == JSON_FILE and config.exists():  # otherwise of another tokenizer
-        try:
-            given = read_object(config)
-        except CorruptFileError as error:
-            raise DataError(f"{error_reason(error)}; restore it") from error
+        given = read_object(config)
         for name in ("bos_token", "eos_token"):  # stored as text or as an object
             token = given.get(name)
             found[name] = token.get("content") if isinstance(token, dict) else token
@@ -343,8 +323,7 @@ def _as_trained(content: bytes, layout: dict[str, Any], bos_name: str, bos: int)
 def _byte_alphabet() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary.
 
-    Printable characters of Latin-1 stand for their own code; the other bytes are the characters
-    from 256 on.
+    Printable characters of Latin-1 stand for their own code; other bytes are characters from 256.
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -369,9 +348,7 @@ def _read(path: Path, sha256: str | None) -> bytes:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error_reason(error)}; {GIVE_TOKENIZER}") from error
     if sha256 not in (None, hashlib.sha256(content).hexdigest()):
-        raise DataError(
-            f"{path} is corrupt or another vocabulary: its SHA-256 does not match; restore it"
-        )
+        raise DataError(f"{path} is corrupt or another vocabulary; restore it")
     return content
 
 
@@ -396,8 +373,7 @@ def _safe_cuts(
 ) -> re.Pattern[str] | None:
     """Return line ends if a text can be divided there without changing its tokens, else None.
 
-    No token may contain such a place, and examples must give equal tokens. They detect
-    normalizers that change the start of a text.
+    No token may contain such a place, and examples, which detect normalizers, give equal tokens.
     """
     if any(re.search(rb"\n[^\s]", text) for text in token_texts):
         return None
@@ -413,8 +389,7 @@ def open_tokenizer(
 ) -> Tokenizer:
     """Open a tokenizer that a user gave: a .model file, a tokenizer.json, or a folder with either.
 
-    end_of_document: whether to use the vocabulary's token for the end of a text as `eod`.
-    sha256: of the file, if known; any other file raises DataError.
+    The arguments are those of `HFTokenizer` and `SentencePieceTokenizer`.
     """
     if path.is_dir():
         found = [path / name for name in (JSON_FILE, MODEL_FILE) if os.path.lexists(path / name)]

@@ -68,9 +68,7 @@ def stream(
                 tokens = choose(logits, next(uniform))
             found = list(zip(fetched.tolist(), done, strict=True))
             if any(token == NOT_FINITE and not over for token, over in found):
-                raise NotFiniteError(
-                    "the logits are NaN or infinite; the weights or the codebooks are not finite"
-                )
+                raise NotFiniteError("the logits are NaN or infinite; check weights and codebooks")
             yield [None if over else token for token, over in found]
             done = [over or token in stop_tokens for token, over in found]
             if all(done) or is_last:

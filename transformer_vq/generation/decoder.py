@@ -114,9 +114,8 @@ class _VQLayer:
         # norm has no factor sqrt(d_k), see `_unit`; the table has it, and the scale of q and k.
         r = a.relative_keys(a.sinusoids(state, 1)).to(exact)
         factor = a.d_k**0.5 * a.d_k**-0.25
-        self.table = (
-            torch.cat([self.codebook, r], dim=1) * factor
-        ).mT.contiguous()  # [h, k, S + d]
+        table = torch.cat([self.codebook, r], dim=1) * factor
+        self.table = table.mT.contiguous()  # [h, k, S + d]
         position_bias = a.position_bias.to(exact) * a.d_k**-0.25
         of_queries = torch.cat([self.u @ self.codebook.mT, position_bias @ r.mT], dim=-1)
         # The nearest codeword has the largest k . c - |c|^2 / 2.
@@ -136,9 +135,8 @@ class _VQLayer:
         projections = [a.q_proj, a.k_proj, a.v_proj, *gates]
         if all(is_plain(projection) for projection in projections):
             q, k, *others = (projection.weight for projection in projections)
-            q = q.unflatten(0, (a.n_kv_head, -1))
-            k = k.unflatten(0, (a.n_kv_head, -1))
-            weight = torch.cat([torch.cat([q, k], dim=1).flatten(0, 1), *others])
+            qk = torch.cat([x.unflatten(0, (a.n_kv_head, -1)) for x in (q, k)], dim=1)
+            weight = torch.cat([qk.flatten(0, 1), *others])
             weight = weight * a.config.d_model**0.5 if a.config.norm_input else weight
             self.weight = weight.mT.contiguous()
 

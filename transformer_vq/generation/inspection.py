@@ -74,11 +74,7 @@ class Inspection:
 
 
 def inspect_tokens(
-    model: TransformerVQ,
-    tokens: Sequence[int],
-    *,
-    context: Context | None = None,
-    n_codes: int = 5,
+    model: TransformerVQ, tokens: Sequence[int], *, context: Context | None = None, n_codes: int = 5
 ) -> Inspection:
     """Return surprisal, codes and attention weights of a sequence, in linear time and memory.
 
@@ -132,12 +128,7 @@ def _bits(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _block(
-    layer: VQAttention,
-    x: Tensor,
-    sinusoids: Tensor,
-    before: VQState,
-    after: VQState,
-    n_codes: int,
+    layer: VQAttention, x: Tensor, sinusoids: Tensor, before: VQState, after: VQState, n_codes: int
 ) -> LayerInspection:
     """Return the inspection of one block: the weights of Theorem 3.7 instead of its output.
 
@@ -190,7 +181,6 @@ def _join(blocks: list[LayerInspection]) -> LayerInspection:
 
 def _plain(x: Tensor, decimals: int) -> list[Any]:
     """Return nested lists; floating-point numbers are rounded."""
-    values: list[Any] = (
-        x.double().round(decimals=decimals) if x.is_floating_point() else x
-    ).tolist()
+    x = x.double().round(decimals=decimals) if x.is_floating_point() else x
+    values: list[Any] = x.tolist()
     return values

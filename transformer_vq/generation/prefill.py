@@ -39,8 +39,8 @@ def prefill(
 ) -> Context:
     """Run one prompt per row through the model; prompts may differ in length.
 
-    Start each prompt with the tokenizer's `bos` token, unless it continues `context`. `advance` is
-    called with the number of tokens processed.
+    Start each prompt with the tokenizer's `bos` token, unless it continues `context`. `advance`
+    receives the number of tokens processed.
     """
     check_prompts(prompts)
     device = next(model.parameters()).device

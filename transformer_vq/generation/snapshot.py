@@ -27,14 +27,8 @@ from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.ops.cache import accumulation_dtype
 from transformer_vq.ops.decode import are_codewords
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-}
-"""Names of dtypes in safetensors files."""
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16"}
+DTYPES |= {torch.bfloat16: "BF16", torch.int64: "I64"}  # names in safetensors files
 MAX_TOKENS = 2**48  # of a document, so that counts never overflow
 MAX_VALUE = 1e9  # far above any logit or value; squares of such numbers do not overflow
 
@@ -51,7 +45,12 @@ class Snapshots:
 
     def __init__(self, model: TransformerVQ) -> None:
         self._model = model
-        self.identity = _identity(model)
+        codebooks = {name: x for name, x in model.named_buffers() if ".c_" in name}
+        self.identity = {  # what must match for a state to be usable, part by part
+            "config": json.dumps(asdict(model.config), sort_keys=True),
+            "weights": tensors_digest(dict(model.named_parameters())),
+            "codebooks": tensors_digest(codebooks),
+        }
         self._header = _header(model)
 
     @functools.cached_property
@@ -74,12 +73,9 @@ class Snapshots:
         def check(header: Header, metadata: dict[str, str]) -> None:
             if "logits" not in header or "config" not in metadata:
                 raise SnapshotError(f"{path} is not a snapshot; write one with --save-state")
-            for part, value in self.identity.items():
-                if metadata.get(part) != value:
-                    raise SnapshotError(
-                        f"{path} was written by another model ({part} differ); write it again "
-                        "with --save-state"
-                    )
+            if wrong := [x for x, value in self.identity.items() if metadata.get(x) != value]:
+                problem = f"{path} was written by another model ({wrong[0]} differ)"
+                raise SnapshotError(f"{problem}; write it again with --save-state")
             self._check_header(path, header, n_rows)
 
         try:
@@ -98,9 +94,8 @@ class Snapshots:
         wanted = self._header
         optional = {name for name in wanted if name.endswith("/document")}
         if wrong := (wanted.keys() ^ header.keys()) - optional:
-            raise SnapshotError(
-                f"{path} is not a snapshot: {min(wrong)!r:.80} is missing or unknown"
-            )
+            name = f"{min(wrong)!r:.80}"
+            raise SnapshotError(f"{path} is not a snapshot: {name} is missing or unknown")
         rows = header["logits"][1][:1] if n_rows is None else (n_rows,)
         window_dtype, window_shape = header["state/layers/0/k"]
         for name, (dtype, shape) in header.items():
@@ -111,9 +106,8 @@ class Snapshots:
                 if self._model.config.attention == "full":  # grows by one key and value per token
                     want = want[:1] + window_shape[2:3] + want[2:]
             if dtype != want_dtype or shape != rows + want or rows == (0,):
-                raise SnapshotError(
-                    f"{path} is not a snapshot of this model: {name} is {dtype} {list(shape)}"
-                )
+                what = f"{name} is {dtype} {list(shape)}"
+                raise SnapshotError(f"{path} is not a snapshot of this model: {what}")
 
 
 def save_context(path: str | os.PathLike[str], model: TransformerVQ, context: Context) -> None:
@@ -141,17 +135,6 @@ def _check_values(path: Path, tensors: dict[str, Tensor], n_code: int) -> None:
     limits = {"z": n_code, "count": MAX_TOKENS, "position": MAX_TOKENS}
     for name, x in tensors.items():
         limit = limits.get(name.rpartition("/")[2], math.inf)
-        is_float = x.is_floating_point()
-        is_possible = x.abs() <= MAX_VALUE if is_float else (x >= 0) & (x < limit)
+        is_possible = x.abs() <= MAX_VALUE if x.is_floating_point() else (x >= 0) & (x < limit)
         if not is_possible.all():
             raise SnapshotError(f"{path} has invalid values in {name}")
-
-
-def _identity(model: TransformerVQ) -> dict[str, str]:
-    """Return what must match for a state to be usable, part by part."""
-    codebooks = {name: x for name, x in model.named_buffers() if ".c_" in name}
-    return {
-        "config": json.dumps(asdict(model.config), sort_keys=True),
-        "weights": tensors_digest(dict(model.named_parameters())),
-        "codebooks": tensors_digest(codebooks),
-    }

@@ -9,15 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from transformer_vq.data.images import (
-    N_TOKENS,
-    SIDE,
-    decode_image,
-    images_to_tokens,
-    tokens_to_images,
-)
+from transformer_vq.data.images import N_TOKENS, SIDE, decode_image, tokens_to_images
+from transformer_vq.data.text import reading
 from transformer_vq.data.tokenizers import Tokenizer
-from transformer_vq.errors import UserError, missing_extra
+from transformer_vq.errors import UserError, import_extra
 from transformer_vq.files import atomic_write
 from transformer_vq.generation import NEW_TOKENS, TEMPERATURE, TOP_P
 from transformer_vq.generation.decode import stream
@@ -167,13 +162,14 @@ def sample_images(
     compiled: bool = False,
 ) -> np.ndarray:
     """Return images, [n, 64, 64, 3]: new ones, or completions of the upper part of `images`."""
-    prompts: list[list[int]] = [[bos]] * n
+    prompts: list[list[int]] = [] if images else [[bos]] * n
     if images:
         if not 0 < keep < 1:
             raise UserError(f"keep={keep}: must be above 0 and below 1")
         n_kept = min(round(keep * SIDE), SIDE - 1) * SIDE * 3  # whole rows of pixels
-        rows = images_to_tokens(np.stack([_decode(path) for path in images]))
-        prompts = [[bos, *row[:n_kept].tolist()] for row in rows for _ in range(n)]
+        for path in images:
+            with reading(path):
+                prompts += [[bos, *decode_image(path).flatten()[:n_kept].tolist()]] * n
     n_new = N_TOKENS - len(prompts[0]) + 1
     context = prefill(model, prompts)
     sampled = []
@@ -185,22 +181,9 @@ def sample_images(
     return tokens_to_images(finished.astype(np.uint8))
 
 
-def _decode(path: Path) -> np.ndarray:
-    try:
-        return decode_image(path)
-    except UserError:
-        raise
-    except Exception as error:  # Pillow raises many kinds of errors for corrupt files
-        why = getattr(error, "strerror", None) or "it is not an image, or it is corrupt"
-        raise UserError(f"cannot read {path}: {why}; give another image") from error
-
-
 def save_grid(images: np.ndarray, path: Path, scale: int = 4) -> None:
     """Write all images to one PNG, in a square grid, enlarged so that pixels are visible."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise missing_extra("a PNG file", "pillow") from None
+    pil = import_extra("PIL.Image", "a PNG file", "pillow")
     n, height, width, _ = images.shape
     columns = int(np.ceil(np.sqrt(n)))
     rows = -(-n // columns)
@@ -210,4 +193,4 @@ def save_grid(images: np.ndarray, path: Path, scale: int = 4) -> None:
         grid[y * height : (y + 1) * height, x * width : (x + 1) * width] = image
     grid = grid.repeat(scale, 0).repeat(scale, 1)
     with atomic_write(path) as partial:
-        Image.fromarray(grid).save(partial, format="PNG")
+        pil.fromarray(grid).save(partial, format="PNG")

@@ -55,10 +55,8 @@ class StateLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove != 0:
-            raise ValueError(
-                f"cannot remove {abs(tokens_to_remove)} tokens: they are merged into the state; "
-                "copy the cache before you extend it, or run the prompt again"
-            )
+            problem = f"cannot remove {abs(tokens_to_remove)} tokens: the state has merged them"
+            raise ValueError(f"{problem}; copy the cache before, or run the prompt again")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: there are no key and value tensors to allocate."""

@@ -135,8 +135,7 @@ class CodebookCallback(TrainerCallback):
 
     Other steps update the codebooks without a callback. If a step is skipped, as with fp16 gradient
     scaling, its code usage is discarded; without this callback, it is applied with the next step.
-    For optimizers that PyTorch's hooks do not cover, as in DeepSpeed, this callback updates the
-    codebooks.
+    It updates the codebooks for optimizers without PyTorch's hooks, as in DeepSpeed.
     """
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -51,11 +51,7 @@ class FixedAutoMap:
 
     @classmethod
     def register_for_auto_class(cls, auto_class: object = None) -> None:
-        """Do nothing.
-
-        In transformers, this makes `save_pretrained` copy the source file of the class. A copy
-        would be a second implementation, next to the one in this package.
-        """
+        """Do nothing; in transformers, `save_pretrained` would copy the source of the class."""
 
 
 class TransformerVQConfig(FixedAutoMap, PreTrainedConfig):

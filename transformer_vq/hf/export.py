@@ -20,7 +20,6 @@ from transformer_vq.data.tokenizers import (
     TEMPLATE_FILE,
     TOKENIZER_FILES,
     HFTokenizer,
-    Tokenizer,
 )
 from transformer_vq.errors import UserError
 from transformer_vq.files import atomic_folder, read_json, write_json, write_manifest, write_text
@@ -50,46 +49,48 @@ def export(
     """Write config, weights, codebooks, tokenizer and model card to a new folder, atomically.
 
     checkpoint: `best`, `last` or a step number. dtype: of the weights; codebooks stay float32.
-    chat_template: a Jinja file; by default the template of the run's tokenizer, or
-    chat_template.jinja in the run. name: of the model in the model card, such as "me/my-model"; the
-    name of the folder by default. license_id: of the model, as on the Hub, such as "mit" or
-    "cc-by-4.0"; by default only packaged models state one.
+    chat_template: a Jinja file; by default chat_template.jinja in the run, or the template of its
+    tokenizer. name: of the model in the model card, by default that of the folder. license_id: as
+    on the Hub, such as "mit"; by default only packaged models state one.
 
-    Returns the name of the exported checkpoint. Runs on images have no tokenizer, because their
-    tokens are not text.
+    Returns the name of the exported checkpoint. Runs on images have no tokenizer.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} is not empty; choose another folder")
     if license_id is not None and not re.fullmatch(r"[a-z][a-z0-9.+-]*", license_id):
-        raise UserError(
-            f"license={license_id!r}: give a name of the Hugging Face Hub, such as mit or cc-by-4.0"
-        )
+        raise UserError(f"license={license_id!r}: give a name as on the Hub, such as mit")
     has_images = read_config(run).data.has_images
     template = _read_template(run, chat_template, has_images)
     model, which = load_model(run, checkpoint)
     tokenizer = read_tokenizer(run)
     if tokenizer.vocab_size != model.config.vocab_size:
-        raise CheckpointError(
-            f"{run}: the model has {model.config.vocab_size} tokens, the tokenizer "
-            f"{tokenizer.vocab_size}; check that {' or '.join(TOKENIZER_FILES)} is not missing"
-        )
+        sizes = f"{model.config.vocab_size} tokens, the tokenizer {tokenizer.vocab_size}"
+        files = " or ".join(TOKENIZER_FILES)
+        raise CheckpointError(f"{run}: the model has {sizes}; check that {files} is not missing")
     for parameter in model.parameters():  # buffers stay float32, because they are codebooks
         parameter.data = parameter.data.to(getattr(torch, dtype))
     # Tools that batch need a padding token. Padding is masked, so any token can be used; bos
     # exists in every vocabulary, and it is also the padding token of the tokenizer.
     wrapped = TransformerVQForCausalLM.from_core(
-        model,
-        bos_token_id=tokenizer.bos,
-        eos_token_id=tokenizer.eod,
-        pad_token_id=tokenizer.bos,
+        model, bos_token_id=tokenizer.bos, eos_token_id=tokenizer.eod, pad_token_id=tokenizer.bos
     )
     card = model_card(run, name or folder.absolute().name, model, which, license_id)
     try:
         with atomic_folder(folder) as partial:
             with _without_progress_bars():
                 wrapped.save_pretrained(partial)
-            if not has_images:
-                _save_tokenizer(tokenizer, run, partial, template)
+            if isinstance(tokenizer, HFTokenizer):
+                _write_fast_tokenizer(tokenizer, partial, template)
+            elif not has_images:
+                vocabulary = run / MODEL_FILE
+                own = TransformerVQTokenizer(
+                    str(vocabulary) if vocabulary.is_file() else None,
+                    end_of_document=tokenizer.eod is not None,
+                    chat_template=template,
+                )
+                special = own.all_special_tokens
+                own.split_special_tokens = not writes_special_tokens(template, special)
+                own.save_pretrained(partial)
             write_text(partial / "README.md", card)
             write_manifest(partial)
             umask = 0o777 & ~partial.stat().st_mode
@@ -101,32 +102,17 @@ def export(
 
 
 def _read_template(run: Path, given: Path | None, has_images: bool) -> str | None:
-    if given is None:
-        given = run / TEMPLATE_FILE if (run / TEMPLATE_FILE).is_file() else None
-    elif has_images:
+    if given is not None and has_images:
         raise UserError(f"{run} is a run on images, which has no chat template")
-    if given is None:
+    path = given or run / TEMPLATE_FILE
+    if given is None and not path.is_file():
         return None
-    if given.exists() and not given.is_file():
-        raise UserError(f"cannot read {given}: not a file; give a Jinja file")
-    template = read_chat_template(given)
+    if path.exists() and not path.is_file():
+        raise UserError(f"cannot read {path}: not a file; give a Jinja file")
+    template = read_chat_template(path)
     if not template.strip():
-        raise UserError(f"{given} is empty; give a Jinja file")
+        raise UserError(f"{path} is empty; give a Jinja file")
     return template
-
-
-def _save_tokenizer(tokenizer: Tokenizer, run: Path, folder: Path, template: str | None) -> None:
-    if isinstance(tokenizer, HFTokenizer):
-        _write_fast_tokenizer(tokenizer, folder, template)
-        return
-    vocabulary = run / MODEL_FILE
-    own = TransformerVQTokenizer(
-        str(vocabulary) if vocabulary.is_file() else None,
-        end_of_document=tokenizer.eod is not None,
-        chat_template=template,
-    )
-    own.split_special_tokens = not writes_special_tokens(template, own.all_special_tokens)
-    own.save_pretrained(folder)
 
 
 def _write_fast_tokenizer(tokenizer: HFTokenizer, folder: Path, template: str | None) -> None:

@@ -40,7 +40,12 @@ def model_card(
     """
     config, rows = read_config(run), read_metrics(run)
     about = read_json(run / ABOUT) if is_packaged(run) else {}
-    step, n_parameters = _step(run, rows, which), sum(p.numel() for p in model.parameters())
+    losses = [row for row in finite(rows, "nats_per_token") if row["kind"] == "validation"]
+    best = min(losses, key=lambda row: row["nats_per_token"], default={"step": None})
+    step: int | None = model_step(run, which) or best["step"]  # an older best model has no step
+    n_parameters = sum(p.numel() for p in model.parameters())
+    logged = zip(rows, positions(rows, "tokens"), strict=True)  # tokens trained on so far
+    n_tokens = max((n for row, n in logged if row["step"] <= (step or 0)), default=0)
     images, linear = config.data.has_images, config.model.attention == "vq"
     base = config.train.init_from and _base_name(config.train.init_from)
     data = ModelCardData(
@@ -68,7 +73,7 @@ def model_card(
         base=base,
         is_best=which == "best",
         step=step,
-        n_tokens=_tokens(rows, step) if step is not None else 0,
+        n_tokens=int(n_tokens) if math.isfinite(n_tokens) else 0,
         results=_results(run, rows, which, step),
         small=n_parameters < SMALL,
         n_parameters=n_parameters,
@@ -86,40 +91,21 @@ def _results(run: Path, rows: list[Row], which: str, step: int | None) -> list[R
         try:
             evaluation = read_object(path)
             if (evaluation["step"], evaluation["checkpoint"]) == (step, which):
-                found += _evaluation(evaluation)
+                names = {"windowed": f"windowed, {evaluation['seq_len']:,} tokens"}
+                found += [
+                    {
+                        "split": evaluation["split"],
+                        "protocol": names.get(protocol, protocol),
+                        "tokens": int(result["tokens"]),
+                        "bits_per_byte": float(result["bits_per_byte"]),
+                        "word_perplexity": float(result["word_perplexity"] or 0),
+                    }
+                    for protocol, result in evaluation["protocols"].items()
+                ]
         except (CorruptFileError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = error if isinstance(error, CorruptFileError) else "it has an unknown format"
             warn(f"the model card omits {path.name}: {why}")
     return found
-
-
-def _evaluation(evaluation: Row) -> list[Row]:
-    """Return the rows of a recorded evaluation."""
-    names = {"windowed": f"windowed, {evaluation['seq_len']:,} tokens"}
-    return [
-        {
-            "split": evaluation["split"],
-            "protocol": names.get(protocol, protocol),
-            "tokens": int(result["tokens"]),
-            "bits_per_byte": float(result["bits_per_byte"]),
-            "word_perplexity": float(result["word_perplexity"] or 0),
-        }
-        for protocol, result in evaluation["protocols"].items()
-    ]
-
-
-def _step(run: Path, rows: list[Row], which: str) -> int | None:
-    """Return the step of a checkpoint; of a best model without one, that of the lowest loss."""
-    losses = [row for row in finite(rows, "nats_per_token") if row["kind"] == "validation"]
-    best = min(losses, key=lambda row: row["nats_per_token"], default={"step": None})
-    return model_step(run, which) or best["step"]
-
-
-def _tokens(rows: list[Row], step: int) -> int:
-    """Return the number of tokens trained on up to a step; 0 if the log does not show it."""
-    found = zip(rows, positions(rows, "tokens"), strict=True)
-    total = max((n for row, n in found if row["step"] <= step), default=0)
-    return int(total) if math.isfinite(total) else 0
 
 
 def _base_name(path: str) -> str:

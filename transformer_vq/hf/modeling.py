@@ -90,9 +90,7 @@ class TransformerVQLayers(CodebookUpdates):
         n_last: number of last tokens to return features for; all by default.
         """
         if output_attentions:
-            raise ValueError(
-                "output_attentions is not supported: the attention matrix is never computed"
-            )
+            raise ValueError("output_attentions is not supported: there is no such matrix")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         given = inputs_embeds if input_ids is None else input_ids
@@ -148,11 +146,9 @@ class TransformerVQLayers(CodebookUpdates):
         assert given is not None
 
         def run(start: int, stop: int, state: ModelState, n: int) -> tuple[Tensor, ModelState]:
-            columns = [
-                None if x is None else x[:, start:stop]
-                for x in (tokens, valid, document_ids, embeds)
-            ]
-            output = self.run(columns[0], state, columns[1], columns[2], embeds=columns[3])
+            given = (tokens, valid, document_ids, embeds)
+            ids, mask, documents, x = (y if y is None else y[:, start:stop] for y in given)
+            output = self.run(ids, state, mask, documents, embeds=x)
             return last_columns(output.x, n), output.state
 
         if state is None:
@@ -250,10 +246,8 @@ class TransformerVQPreTrainedModel(FixedAutoMap, PreTrainedModel):
         model, info = super().from_pretrained(*args, output_loading_info=True, **kwargs)
         missing = sorted(n for n in info["missing_keys"] if n.startswith(cls.base_model_prefix))
         if missing and kwargs.get("state_dict") is None and not output_loading_info:
-            raise UserError(
-                f"the folder has no {missing[0]} and lacks {len(missing) - 1} more tensors; export "
-                "the model again"
-            )
+            problem = f"the folder has no {missing[0]} and lacks {len(missing) - 1} more tensors"
+            raise UserError(f"{problem}; export the model again")
         _align(model)
         plain = {n: x for n, x in model.state_dict().items() if type(x) is Tensor}
         check_finite(folder, {n: x for n, x in plain.items() if x.device.type == "cpu"})
@@ -399,10 +393,8 @@ def _valid_tokens(attention_mask: Tensor | None, given: Tensor) -> Tensor | None
         return None
     n_rows, n_columns = given.shape[:2]
     if attention_mask.shape != (n_rows, max(n_columns, attention_mask.shape[-1])):
-        raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, expected at least "
-            f"[{n_rows}, {n_columns}]; extra columns are for earlier tokens"
-        )
+        found, least = tuple(attention_mask.shape), f"[{n_rows}, {n_columns}]"
+        raise ValueError(f"attention_mask has shape {found}, expected at least {least}")
     valid = attention_mask[:, -n_columns:].bool()
     # Waits for a GPU; but a mask without padding, the usual one, would cost more in every layer.
     return None if not torch.compiler.is_compiling() and valid.all() else valid

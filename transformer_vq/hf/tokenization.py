@@ -19,10 +19,8 @@ class TransformerVQTokenizer(FixedAutoMap, PreTrainedTokenizer):
     A bos token is put before each text, as in training; `add_special_tokens=False` omits it. Names
     of special tokens inside a text are treated as text. Padding is on the left and uses the bos id,
     so only the attention mask distinguishes it.
-    end_of_document: whether the model was trained with a token after each document; it is the
-        eos token then. For bytes, it is token 256.
-    errors: how `decode` handles invalid UTF-8, as in `bytes.decode`; the first and last character
-        may be incomplete.
+    end_of_document: whether the model was trained with a token after each document, the eos token.
+    errors: how `decode` handles invalid UTF-8, such as incomplete characters, as in `bytes.decode`.
     """
 
     vocab_files_names: ClassVar = {"vocab_file": MODEL_FILE}
@@ -39,11 +37,9 @@ class TransformerVQTokenizer(FixedAutoMap, PreTrainedTokenizer):
     ) -> None:
         if kind == "sentencepiece" and vocab_file is None:
             raise ValueError(f"{MODEL_FILE} is missing; copy it from the exported folder")
-        self._core: ByteTokenizer | SentencePieceTokenizer = (
-            ByteTokenizer(end_of_document)
-            if vocab_file is None
-            else SentencePieceTokenizer(Path(vocab_file), None, end_of_document)
-        )
+        self._core: ByteTokenizer | SentencePieceTokenizer = ByteTokenizer(end_of_document)
+        if vocab_file is not None:
+            self._core = SentencePieceTokenizer(Path(vocab_file), None, end_of_document)
         self._pieces = self._core.pieces
         self._ids = {piece: i for i, piece in enumerate(self._pieces)}
         # Special tokens decode to their names, as in transformers; skip_special_tokens omits them.

@@ -106,6 +106,12 @@ class Checkpoint:
         model.load_state_dict(tensors, assign=True)
         return model
 
+    @cached_property
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything else, also in full; see `Trainer.tensors`."""
+        others = {name: x for name, x in self.index.items() if not name.startswith("model/")}
+        return read_whole(self.folder, others)
+
 
 @dataclass
 class Progress:

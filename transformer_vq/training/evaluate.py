@@ -69,24 +69,19 @@ def evaluate(
     config = read_config(run)
     train = config.train
     if is_packaged(run) and (data is None or data == config.data):
-        raise UserError(
-            f"{name} is a model in the package, without its data; give --data.path YOUR-TEXTS"
-        )
-    if split is None:
-        split = default_split(run)
+        raise UserError(f"{name} is in the package, without its data; give --data.path YOUR-TEXTS")
+    split = split or default_split(run)
     model, which = load_model(run, checkpoint, config)
     model.to(device)
-    corpus = prepare(
-        _data_for(run, config.data, data, split), config.model.vocab_size, reporter=reporter
-    )
+    data = _data_for(run, config.data, data, split)
+    corpus = prepare(data, config.model.vocab_size, reporter=reporter)
     if read_tokenizer(run, config).sha256 != corpus.tokenizer().sha256:
-        raise UserError(
-            f"these data do not have the vocabulary of {name}; use --data.tokenizer {run}"
-        )
+        problem = f"these data do not have the vocabulary of {name}"
+        raise UserError(f"{problem}; use --data.tokenizer {run}")
     tokens = corpus.split("train" if split == "all" else split)
-    if protocols is None:
-        both: tuple[Protocol, ...] = ("windowed", "streaming")
-        protocols = both[:1] if config.model.attention == "full" else both
+    attention = config.model.attention
+    both: tuple[Protocol, ...] = ("windowed", "streaming")
+    protocols = protocols or (both[:1] if attention == "full" else both)
     seq_len = train.seq_len if seq_len is None else seq_len
     if batch_size is None:
         batch_size = train.batch_size // max(train.accumulate, 1)
@@ -107,7 +102,6 @@ def evaluate(
             )
         assert result is not None, "without `stopped` it always finishes"
         results[protocol] = result
-    attention = config.model.attention
     step = model_step(run, which)
     return RunEvaluation(name, which, step, corpus.dataset, split, seq_len, attention, results)
 
@@ -134,11 +128,8 @@ def _data_for(run: Path, own: DataConfig, other: DataConfig | None, split: str) 
         if data.test_path == own.test_path:
             data = replace(data, test_path=())
     data = replace(data, end_of_document=own.end_of_document)
-    return data if split != "all" else _without_splits(data)
-
-
-def _without_splits(data: DataConfig) -> DataConfig:
-    """Return the same documents as a single split."""
+    if split != "all":
+        return data
     if data.has_images:
         raise UserError("--split all is for text; choose train, validation or test")
     paths = data.path

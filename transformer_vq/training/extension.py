@@ -45,22 +45,19 @@ def find_checkpoint(
     """Return the checkpoint to resume from, and the step of the newest one.
 
     It is the newest one, or that at the start of the decay; None for the start of the run. All
-    ranks call this together. Raises CheckpointError if the change from `stored` to `config` is not
-    possible.
+    ranks call this together. Raises CheckpointError if the config cannot change like this.
     """
     newest = newest_checkpoint(run, world)
     done = 0 if newest is None else newest.step
     step = resume_step(run, stored, config, done, allow_schedule_change)
-    if step == done:
-        return newest, done
+    if step in (0, done):
+        return (newest if step else None), done
     try:
         return load_checkpoint(run, step, world), done
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{run} cannot be extended without its checkpoint at the start of the decay, step "
-            f"{step} ({error}); restore it, use {FLAG} to continue from the newest checkpoint, or "
-            f"start a new run from its weights (--train.init-from {run})"
-        ) from error
+        problem = f"{run} cannot be extended without its checkpoint before the decay, step {step}"
+        fix = f"restore it, or use {FLAG} to continue from the newest checkpoint"
+        raise CheckpointError(f"{problem} ({error}); {fix}") from error
 
 
 def resume_step(
@@ -74,27 +71,22 @@ def resume_step(
     if not any(name in SCHEDULE_FIELDS for name in stored.differences(config)):
         return newest
     if config.train.steps < newest:
-        raise CheckpointError(
-            f"{run} has already completed {newest:,} steps; use --train.steps {newest} or more"
-        )
+        done = f"{run} has already completed {newest:,} steps"
+        raise CheckpointError(f"{done}; use --train.steps {newest} or more")
     if allow_schedule_change:
         return newest
     before, after = stored.train.steps, config.train.steps
     if config.optim.schedule == "cosine":
-        raise CheckpointError(
-            f"{run} has a cosine schedule, whose learning rates all depend on train.steps ({before}"
-            f" -> {after}); use {FLAG} to stretch the cosine from here, or start a new run from "
-            f"its weights (--train.init-from {run})"
-        )
+        problem = f"{run} has a cosine schedule, which depends on train.steps ({before} -> {after})"
+        fix = f"use {FLAG} to stretch it from here, or start a new run (--train.init-from {run})"
+        raise CheckpointError(f"{problem}; {fix}")
     old, new = (c.optim.decay_start(c.train.steps) for c in (stored, config))
     if newest <= min(old, new):
         return newest
     if new < old:
-        raise CheckpointError(
-            f"the decay would start at step {new:,}, but {run} has already completed {newest:,} "
-            f"steps; use more --train.steps, a smaller --optim.decay-share, or {FLAG} to continue "
-            "with the new learning rate"
-        )
+        problem = f"the decay would start at step {new:,}, but {run} has completed {newest:,} steps"
+        fix = f"use more --train.steps, a smaller --optim.decay-share, or {FLAG}"
+        raise CheckpointError(f"{problem}; {fix}")
     return old
 
 
@@ -103,8 +95,7 @@ def report_changes(stored: RunConfig, config: RunConfig, newest: int, step: int)
     if step < newest:
         again = f"steps {step + 1:,}-{newest:,} are trained again"
         info(f"extending from step {step:,} (before the decay): {again}")
-    old, new = (
-        learning_rate(c.optim, min(step, c.train.steps), c.train.steps) for c in (stored, config)
-    )
+    sizes = [(c.optim, c.train.steps) for c in (stored, config)]
+    old, new = (learning_rate(optim, min(step, steps), steps) for optim, steps in sizes)
     if old != new:
         info(f"learning rate at step {step:,}: {old:.3g} -> {new:.3g}")

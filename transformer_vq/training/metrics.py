@@ -40,10 +40,8 @@ def read_rows(path: Path, **types: type) -> list[Row]:
     *lines, _ = path.read_bytes().split(b"\n")
     rows = [_parse(line, types) for line in lines]
     if corrupt := [number for number, row in enumerate(rows, start=1) if row is None]:
-        warn(
-            f"{path}: skipped {len(corrupt)} of {len(rows)} lines, which are corrupt (the first is "
-            f"line {corrupt[0]})"
-        )
+        what = f"{len(corrupt)} of {len(rows)} lines, which are corrupt"
+        warn(f"{path}: skipped {what} (the first is line {corrupt[0]})")
     return [row for row in rows if row is not None]
 
 
@@ -72,9 +70,8 @@ def read_metrics(run: Path) -> list[Row]:
 
 def finite(rows: list[Row], key: str) -> list[Row]:
     """Return the rows that have a finite number for a key."""
-    return [
-        row for row in rows if isinstance(row.get(key), (int, float)) and math.isfinite(row[key])
-    ]
+    numbers = [row for row in rows if isinstance(row.get(key), (int, float))]
+    return [row for row in numbers if math.isfinite(row[key])]
 
 
 def rewind(run: Path, step: int, logged_at: int, validated_at: int) -> None:
@@ -85,14 +82,12 @@ def rewind(run: Path, step: int, logged_at: int, validated_at: int) -> None:
     """
     last = {"train": step, "validation": validated_at}
     rows = [row for row in read_metrics(run) if row["step"] <= last.get(row["kind"], step)]
-    found = {
-        kind: max((row["step"] for row in rows if row["kind"] == kind), default=0) for kind in last
-    }
-    gaps = []
-    if (first := found["train"] + 1) <= logged_at:
-        steps = f"step {first:,}" if first == logged_at else f"steps {first:,} to {logged_at:,}"
-        gaps.append(steps)
-    if found["validation"] < validated_at:
+    found = {row["kind"]: row["step"] for row in sorted(rows, key=lambda row: row["step"])}
+    first, gaps = found.get("train", 0) + 1, []
+    if first <= logged_at:
+        is_one = first == logged_at
+        gaps.append(f"step {first:,}" if is_one else f"steps {first:,} to {logged_at:,}")
+    if found.get("validation", 0) < validated_at:
         gaps.append(f"the validation of step {validated_at:,}")
     if gaps:
         warn(f"{run / METRICS} is incomplete: the rows of {' and '.join(gaps)} are missing")
@@ -102,23 +97,18 @@ def rewind(run: Path, step: int, logged_at: int, validated_at: int) -> None:
 class MetricsLog:
     """Writer of a run's metrics; close it at the end.
 
-    step: number of completed steps. enabled: False on all ranks but rank 0, where nothing is
-    written.
+    step: number of completed steps. enabled: False on other ranks than 0, which write nothing.
     """
 
     def __init__(self, run: Path, config: RunConfig, step: int, enabled: bool) -> None:
-        self._path = run / METRICS
-        self._failed = False
-        self._enabled = enabled
+        self._path, self._enabled, self._failed = run / METRICS, enabled, False
         self._tensorboard = self._wandb = None
-        if not enabled:
-            return
-        if config.train.tensorboard:
-            package = import_extra("torch.utils.tensorboard", "--train.tensorboard", "tensorboard")
+        tensorboard, wandb = check_loggers(config) if enabled else (None, None)
+        if tensorboard is not None:
             folder = str(run / "tensorboard")
-            self._tensorboard = package.SummaryWriter(folder, purge_step=step + 1)
-        if config.train.wandb is not None:
-            self._wandb = import_extra("wandb", "--train.wandb").init(
+            self._tensorboard = tensorboard.SummaryWriter(folder, purge_step=step + 1)
+        if wandb is not None:
+            self._wandb = wandb.init(
                 project=config.train.wandb,
                 name=run.name,
                 id=hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:16],
@@ -154,20 +144,21 @@ class MetricsLog:
             self._wandb.finish()
 
 
-def check_loggers(config: RunConfig) -> None:
-    """Raise UserError if a logger is enabled whose package is not installed."""
+def check_loggers(config: RunConfig) -> tuple[Any, Any]:
+    """Return the modules of enabled loggers; raise UserError if one is not installed."""
+    tensorboard = wandb = None
     if config.train.tensorboard:
-        import_extra("torch.utils.tensorboard", "--train.tensorboard", "tensorboard")
+        tensorboard = import_extra("torch.utils.tensorboard", "--train.tensorboard", "tensorboard")
     if config.train.wandb is not None:
-        import_extra("wandb", "--train.wandb")
+        wandb = import_extra("wandb", "--train.wandb")
+    return tensorboard, wandb
 
 
 def read_history(run: str | os.PathLike[str]) -> list[Row]:
     """Return the events of a run, oldest first; an empty list if none are recorded.
 
-    Each row has `time` (ISO 8601, UTC), `event` ("start", "resume", "extend", "finish" or "stop"),
-    `step` (completed steps), `changed` (config fields with the old and the new value) and `version`
-    (of this package).
+    Each row has `time` (ISO 8601, UTC), `event` (see `Event`), `step` (completed steps), `changed`
+    (config fields with the old and the new value) and `version` (of this package).
     """
     return read_rows(Path(run) / HISTORY, event=str, step=int)
 
@@ -181,8 +172,7 @@ def record(
 ) -> None:
     """Append an event to the history; does nothing on other ranks than 0.
 
-    The file is replaced as a whole, so a crash cannot leave an unfinished line. If it cannot be
-    written, warn; training continues.
+    The file is replaced as a whole. If it cannot be written, warn; training continues.
     """
     from transformer_vq import __version__
 

@@ -45,7 +45,5 @@ def is_packaged(run: Path) -> bool:
 def check_not_packaged(run: Path, name: str) -> None:
     """Raise UserError if a run that would be changed is a packaged model."""
     if is_packaged(run):
-        raise UserError(
-            f"{name} is a model in the package, which is not changed; fine-tune it with `tvq train "
-            f"{name} --train.init-from {name} --data.path YOUR-TEXTS --out RUN`"
-        )
+        command = f"tvq train {name} --train.init-from {name} --data.path YOUR-TEXTS --out RUN"
+        raise UserError(f"{name} in the package is read-only; fine-tune it with `{command}`")

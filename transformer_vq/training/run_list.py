@@ -55,18 +55,13 @@ def find_runs(folder: Path, max_depth: int = MAX_DEPTH) -> Iterator[Path]:
     """Yield the run folders in a folder, in its subfolders, or the folder itself."""
     for parent, folders, _ in os.walk(folder):
         path = Path(parent)
-        if is_run_folder(path):
+        has_results = (path / METRICS).is_file() or (path / CHECKPOINTS).is_dir()
+        if has_results and (path / CONFIG).is_file():  # valid or not
             yield path
             folders.clear()  # runs do not contain runs
         elif len(path.relative_to(folder).parts) >= max_depth:
             folders.clear()
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-
-
-def is_run_folder(path: Path) -> bool:
-    """Return whether a folder has a config and a log or checkpoints, valid or not."""
-    has_results = (path / METRICS).is_file() or (path / CHECKPOINTS).is_dir()
-    return has_results and (path / CONFIG).is_file()
 
 
 def summarize(run: Path) -> RunSummary:
@@ -78,14 +73,18 @@ def summarize(run: Path) -> RunSummary:
         config = RunConfig.from_dict(values)
     except (UserError, OSError):
         return RunSummary(run, "corrupt", bytes=n_bytes, changed=changed)
-    rows = read_metrics(run)
-    status, step = _status(run, config, checkpoint), checkpoint.get("step")
+    rows, step, last = read_metrics(run), checkpoint.get("step"), config.train.steps
+    status: Status = "stopped" if checkpoint else "no checkpoint"
+    if is_running(run):
+        status = "running"
+    elif checkpoint and step == last == checkpoint.get("validated_at"):
+        status = "finished"
     validations = [row for row in finite(rows, "bits_per_byte") if row["kind"] == "validation"]
     return RunSummary(
         path=run,
         status=status,
         step=rows[-1]["step"] if status == "running" and rows else step,
-        steps=config.train.steps,
+        steps=last,
         best_bits_per_byte=min((row["bits_per_byte"] for row in validations), default=None),
         parameters=_n_parameters(run),
         dataset=dataset_name(config),
@@ -122,25 +121,13 @@ def dataset_name(config: RunConfig) -> str:
     return f"{Path(paths[0]).name or paths[0]}{more}"
 
 
-def _status(run: Path, config: RunConfig, checkpoint: dict[str, Any]) -> Status:
-    if is_running(run):
-        return "running"
-    if not checkpoint:
-        return "no checkpoint"
-    last = config.train.steps
-    is_finished = checkpoint.get("step") == last == checkpoint.get("validated_at")
-    return "finished" if is_finished else "stopped"
-
-
 def is_running(run: Path) -> bool:
     """Return whether a process is training the run: whether it holds the lock."""
     try:
         with open(os.open(run / ".lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 

@@ -20,8 +20,7 @@ class StopRequest:
     """A context that records SIGINT, SIGTERM and SIGHUP instead of stopping at once.
 
     It is true once a signal has arrived. A second SIGINT raises KeyboardInterrupt. Signals that
-    were ignored before (as under nohup) stay ignored. In other threads than the main thread the
-    context has no effect.
+    were ignored before (as under nohup) stay ignored. It has no effect in other threads.
     """
 
     def __init__(self) -> None:
@@ -45,9 +44,8 @@ class StopRequest:
     def _record(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        is_first = self.signal is None
-        self.signal = number
-        if is_first:
+        before, self.signal = self.signal, number
+        if before is None:
             # The terminal may be closed (SIGHUP), or the signal may interrupt another print to
             # stderr, which raises RuntimeError. Neither may prevent the run from being saved.
             with suppress(OSError, RuntimeError):

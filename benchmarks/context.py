@@ -19,6 +19,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessExitedException, 
 
 from common import Output, Record, check_positive, main
 from measure import OUT_OF_MEMORY, limit_memory, over_time, process_bytes
+from traffic import Traffic
 from transformer_vq.config import (
     ModelConfig,
     ParallelConfig,
@@ -28,9 +29,7 @@ from transformer_vq.config import (
 from transformer_vq.data.batches import Batch
 from transformer_vq.errors import is_out_of_memory
 from transformer_vq.files import read_json, write_json
-from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.parallel.context_parallel import Exchange
 from transformer_vq.parallel.world import World
 from transformer_vq.training.step import Trainer
 
@@ -62,9 +61,11 @@ def one_step(seq_len: int, world: World) -> tuple[float, int]:
     trainer = Trainer(TransformerVQ(MODEL), RunConfig(MODEL, train=train), world.device, world)
     tokens = torch.randint(MODEL.vocab_size, (2, 1, seq_len))
     batch = Batch(tokens[0], tokens[1])
-    loss = trainer.step(batch, 0, begins=True).nats_per_token
-    layer = next(b for b in trainer.model.branches if isinstance(b, VQAttention))
-    return loss, layer.exchange.sent if isinstance(layer.exchange, Exchange) else 0
+    with Traffic() as traffic:
+        loss = trainer.step(batch, 0, begins=True).nats_per_token
+    sent = traffic.functional_bytes
+    n_bytes = sent["all_to_all"] + sent["all_gather"] + sent["reduce_scatter"]
+    return loss, n_bytes // len(trainer.model.branches)
 
 
 def _work(rank: int, n_processes: int, folder: str) -> None:

@@ -60,22 +60,30 @@ class Sizes:
     state_bytes: int
     """Decoding state of one sequence; for full attention after `seq_len` tokens."""
     weight_bytes: int
+    """Parameters and codebooks that stay on the device."""
+    gradient_bytes: int
+    """Gradients, and the usage of the codebooks. With several micro-batches they are sharded only
+    after the last one."""
+    gathered_bytes: int
+    """Parameters that FSDP gathers, with their gradients: embeddings, head and two branches."""
     optimizer_bytes: int
     activation_bytes: int
-    """Estimate for one micro-batch, including the states."""
+    """Estimate for one micro-batch."""
+    carried_bytes: int
+    """States of all rows between two steps."""
     average_bytes: int = 0
     """Average of the weights; 0 if `train.weight_average` is 0."""
 
     @property
     def train_bytes(self) -> int:
-        """Memory for training: `fixed_bytes` and activations."""
-        return self.fixed_bytes + self.activation_bytes
+        """Memory for training: `fixed_bytes`, activations and carried states."""
+        return self.fixed_bytes + self.activation_bytes + self.carried_bytes
 
     @property
     def fixed_bytes(self) -> int:
-        """Memory that does not depend on the batch: weights, gradients, codebooks with their usage,
-        optimizer and average."""
-        return 2 * self.weight_bytes + self.optimizer_bytes + self.average_bytes
+        """Memory that does not depend on the batch."""
+        weights = self.weight_bytes + self.gradient_bytes + self.gathered_bytes
+        return weights + self.optimizer_bytes + self.average_bytes
 
 
 def sizes(config: RunConfig) -> Sizes:
@@ -89,7 +97,7 @@ def sizes(config: RunConfig) -> Sizes:
     with meta_device():
         model = TransformerVQ(replace(config.model, n_layer=1), reduction=config.train.reduction)
     mesh = config.parallel
-    n_shards = mesh.fsdp * mesh.cp if mesh.fsdp > 1 else 1
+    n_shards = mesh.fsdp * mesh.cp
     divided = sharded_axes(model) if mesh.tp > 1 else {}
     n_parts = {name: n_shards * (mesh.tp if name in divided else 1) for name in model.state_dict()}
     shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -101,15 +109,20 @@ def sizes(config: RunConfig) -> Sizes:
     codebooks = sum(
         copies[name] * b.numel() for name, b in model.named_buffers() if "started" not in name
     )
-    # Parameters that stay on the device, and those that FSDP gathers: embeddings, head, and two
-    # branches (the current one and the next one).
     resident = sum(
         copies[name] * -(-shape.numel() // n_parts[name]) for name, shape in shapes.items()
     )
-    gathered = 0
-    if n_shards > 1:
-        branches = [sum(p.numel() for p in branch.parameters()) for branch in model.branches]
-        gathered = parameters - config.model.n_layer * sum(branches) + 2 * max(branches)
+    whole = {x: shape.numel() * n_shards // n_parts[x] for x, shape in shapes.items()}  # by FSDP
+    gathered, gradients = 0, resident
+    if n_shards > 1:  # embeddings and head, the current branch and the next one
+        others = sum(n for name, n in whole.items() if not name.startswith("branches."))
+        branches = [
+            sum(n for name, n in whole.items() if name.startswith(f"branches.{i}."))
+            for i in range(len(model.branches))
+        ]
+        gathered = 2 * (others + 2 * max(branches))
+        if config.train.accumulate > 1:
+            gathered, gradients = gathered // 2, sum(copies[x] * n for x, n in whole.items())
     forward = flops_per_token(config.model, config.train.seq_len)
     if config.optim.optimizer in ("adamw", "muon"):  # muon: at most; its matrices keep one moment
         optimizer = 2 * resident
@@ -124,9 +137,12 @@ def sizes(config: RunConfig) -> Sizes:
         forward_flops=forward,
         train_flops=3 * forward,
         state_bytes=_state_bytes(config.model, config.train.seq_len),
-        weight_bytes=FLOAT_BYTES * (resident + gathered + codebooks),
+        weight_bytes=FLOAT_BYTES * (resident + codebooks),
+        gradient_bytes=FLOAT_BYTES * (gradients + codebooks),
+        gathered_bytes=FLOAT_BYTES * gathered,
         optimizer_bytes=FLOAT_BYTES * optimizer,
         activation_bytes=_activation_bytes(config),
+        carried_bytes=_carried_bytes(config),
         average_bytes=FLOAT_BYTES * resident if config.train.weight_average else 0,
     )
 
@@ -235,7 +251,7 @@ def _state_bytes(config: ModelConfig, seq_len: int, n_bytes: int = FLOAT_BYTES, 
 def _activation_bytes(config: RunConfig) -> int:
     """Return the peak memory of the backward pass of one micro-batch, without weights.
 
-    It includes the tensors saved by autograd, the states before and after the span, the logits,
+    It includes the tensors saved by autograd, the state after the span, the logits,
     and the gradients of one branch's scores and values. It excludes the positional embeddings,
     which have no batch dimension, and memory that the allocator reserves without using it.
     With activation checkpointing, one branch is recomputed at a time.
@@ -245,7 +261,6 @@ def _activation_bytes(config: RunConfig) -> int:
     geometry, d_ff = shard_heads(model.layer.heads, mesh.tp), model.d_ff // mesh.tp
     heads, kv_heads, d_v = geometry.n_head, geometry.n_kv_head, geometry.d_v
     n_bytes = 2 if train.precision == "bf16" else FLOAT_BYTES
-    state_before = _state_bytes(model, train.seq_len - train.backprop_len, n_bytes, mesh.tp)
     state_after = _state_bytes(model, train.seq_len, n_bytes, mesh.tp)
 
     # Elements per token that autograd saves in an attention branch: queries for content and for
@@ -279,8 +294,15 @@ def _activation_bytes(config: RunConfig) -> int:
     else:
         per_layer = attention * model.n_attention + feed_forward
         per_token = model.n_layer * per_layer + gradients + logits
-    carried = train.batch_size // mesh.n_rows * state_before
-    return tokens * per_token + carried + n_rows * state_after
+    return tokens * per_token + n_rows * state_after
+
+
+def _carried_bytes(config: RunConfig) -> int:
+    """Return the bytes of the states of this rank's rows before the last span."""
+    model, train, mesh = config.model, config.train, config.parallel
+    n_bytes = 2 if train.precision == "bf16" else FLOAT_BYTES
+    state = _state_bytes(model, train.seq_len - train.backprop_len, n_bytes, mesh.tp)
+    return train.batch_size // mesh.n_rows * state
 
 
 def _adafactor_elements(shape: torch.Size, n_parts: int = 1, min_factored: int = 128) -> int:

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from worlds import for_worlds
 
+from traffic import Traffic
 from transformer_vq import TransformerVQ
 from transformer_vq.config import OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.parallel.shards import read_index, read_whole
-from transformer_vq.parallel.traffic import Traffic
 from transformer_vq.parallel.world import World
 from transformer_vq.sizes import sizes
 from transformer_vq.training.checkpoint import checkpoint_folder, save_best, save_checkpoint

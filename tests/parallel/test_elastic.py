@@ -13,6 +13,8 @@ import pytest
 from checks import tiny
 from helpers import losses
 
+from transformer_vq.config import ParallelConfig
+from transformer_vq.training.checkpoint import checkpoint_steps
 from transformer_vq.training.metrics import read_metrics
 
 SECONDS = 120
@@ -61,8 +63,10 @@ def workers(process):
 
 
 @pytest.mark.slow
-def test_killed_worker_is_restarted_and_the_losses_are_unchanged(tmp_path):
-    config = tiny(tmp_path, train={"steps": 40, "save_every": 5, "eval_every": 20})
+@pytest.mark.parametrize("mesh", [None, ParallelConfig(fsdp=2)], ids=["dp", "fsdp, async save"])
+def test_killed_worker_is_restarted_and_the_losses_are_unchanged(tmp_path, mesh):
+    options = {"steps": 40, "save_every": 5, "eval_every": 20, "async_save": mesh is not None}
+    config = tiny(tmp_path, mesh, train=options)
     process = torchrun(tmp_path / "run", config, "--nproc-per-node=2", "--max-restarts=1")
     try:
         deadline = time.monotonic() + SECONDS
@@ -83,6 +87,42 @@ def test_killed_worker_is_restarted_and_the_losses_are_unchanged(tmp_path):
     assert uninterrupted.returncode == 0, err
     assert losses(tmp_path / "run") == losses(tmp_path / "uninterrupted")
     assert len(out.splitlines()) == 3  # only rank 0 prints
+
+
+@pytest.mark.slow
+def test_a_kill_during_an_asynchronous_save_loses_only_that_checkpoint(tmp_path):
+    options = {"steps": 12, "save_every": 4, "eval_every": 12}
+    config = tiny(tmp_path, ParallelConfig(fsdp=2), train=options | {"async_save": True})
+    uninterrupted, run = tmp_path / "uninterrupted", tmp_path / "run"
+    out, err = finish(torchrun(uninterrupted, config, "--nproc-per-node=2"))
+    assert out, err
+    # Both ranks are killed when they begin to write step 8.
+    program = (
+        "import os, signal, sys, threading, time\n"
+        "from transformer_vq.parallel import storage\n"
+        "write = storage.write_safetensors\n"
+        "def slow(path, *args):\n"
+        "    if 'step-00000008' in str(path):\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    write(path, *args)\n"
+        "storage.write_safetensors = slow\n"
+        "from transformer_vq.cli.main import main\n"
+        "main(sys.argv[1:])\n"
+    )
+    script = tmp_path / "killed.py"
+    script.write_text(program)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    process = start([*launcher, *options_of(run, config)[2:]])
+    finish(process)
+    assert process.returncode != 0
+    assert checkpoint_steps(run) == [4]
+    assert any((run / "checkpoints").glob(".step-00000008*.partial"))
+    again = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    process = start([*again, "-m", "transformer_vq", "resume", str(run)])
+    _, err = finish(process)
+    assert process.returncode == 0, err
+    assert losses(run) == losses(uninterrupted)
+    assert not list(run.rglob("*.partial"))
 
 
 @pytest.mark.slow

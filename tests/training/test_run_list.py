@@ -11,7 +11,7 @@ from helpers import interrupted, tiny_run
 from transformer_vq.sizes import sizes
 from transformer_vq.training.checkpoint import locked
 from transformer_vq.training.metrics import read_metrics
-from transformer_vq.training.run import train
+from transformer_vq.training.run import resume, train
 from transformer_vq.training.run_list import dataset_name, find_runs, is_running, summarize
 
 
@@ -25,6 +25,14 @@ def trained(tmp_path_factory):
 @pytest.fixture
 def run(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "run")
+
+
+def test_a_run_that_was_stopped_in_its_last_step_is_finished_after_resuming(tmp_path):
+    run = tmp_path / "run"
+    assert not interrupted(9, train, tiny_run(tmp_path), run).finished
+    assert summarize(run).status == "stopped"
+    assert resume(run).finished
+    assert summarize(run).status == "finished"
 
 
 def test_finished_run_is_summarized(run, tmp_path):

@@ -46,9 +46,16 @@ def sizes_table(name: str, config: RunConfig, result: Sizes) -> str:
     tokens = train.batch_size * train.backprop_len
     flops = result.train_flops * tokens * train.steps
     forward, training = short(result.forward_flops), short(result.train_flops)
-    sizes = {"weights and gradients": 2 * result.weight_bytes, "optimizer": result.optimizer_bytes}
-    sizes |= {"activations": result.activation_bytes, "averaged weights": result.average_bytes}
-    parts = ", ".join(f"{what} {_bytes(n)}" for what, n in sizes.items() if n)
+    sizes = {
+        "weights": result.weight_bytes,
+        "averaged weights": result.average_bytes,
+        "gradients": result.gradient_bytes,
+        "gathered": result.gathered_bytes,
+        "optimizer": result.optimizer_bytes,
+        "activations": result.activation_bytes,
+        "carried states": result.carried_bytes,
+    }
+    parts = "".join(f"\n    {what:<20} {_bytes(n)}" for what, n in sizes.items() if n)
     n = config.parallel.n_processes
     where = f" on each of {n} devices" if n > 1 else ""
     rows = {
@@ -58,8 +65,7 @@ def sizes_table(name: str, config: RunConfig, result: Sizes) -> str:
         "tokens per step": f"{tokens:,}",
         "steps": f"{train.steps:,} ({short(tokens * train.steps)} tokens, {flops:.2e} FLOPs)",
         "state per sequence": _bytes(result.state_bytes),
-        "weights": _bytes(result.weight_bytes) + where,
-        "training, estimate": f"{_bytes(result.train_bytes)}{where}: {parts}",
+        "training, estimate": f"{_bytes(result.train_bytes)}{where}{parts}",
     }
     title = f"{name}: {config.model.head_type}, {config.model.attention} attention"
     return "\n".join([title, *(f"  {label:<22} {value}" for label, value in rows.items())])

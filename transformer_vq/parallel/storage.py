@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from transformer_vq.files import (
@@ -72,8 +74,20 @@ def save_shards(
     if not in_background:
         guarded(lambda: save(tensors, **options))
         return lambda: None
-    future: Any = async_save(tensors, **options)
+    # Not `async_save`, whose copy fails for some tensors ("invalid python storage", PyTorch 2.13).
+    copies = {name: _copy(x) for name, x in tensors.items()}
+    writing = ThreadPoolExecutor(1, "checkpoint")
+    future = writing.submit(save, copies, **options)
+    writing.shutdown(wait=False)
     return lambda: guarded(future.result)
+
+
+def _copy(x: Tensor) -> Tensor:
+    """Return a copy in host memory, with the same sharding."""
+    if not isinstance(x, DTensor):
+        return x.detach().to("cpu", copy=True)
+    local = x.to_local().detach().to("cpu", copy=True)
+    return DTensor(local, x._spec, requires_grad=False)
 
 
 def load_shards(

@@ -61,7 +61,8 @@ class TrainingLoop:
             self.pinned = config.optim.decay_start(config.train.steps)
         self._mfu_per_token = mfu_per_token(config, trainer.world)
         self._note = ""
-        self._saved_at = self._checked_at = progress.step
+        self._checked_at = progress.step
+        self._saved = asdict(progress)  # as in the newest checkpoint
         self._reader = ThreadPoolExecutor(1, "batches")
         self._read_ahead: Future[tuple[Batch, int]] | None = None  # the next batch
         self._pending: Callable[[], None] | None = None  # waits for a checkpoint
@@ -89,7 +90,7 @@ class TrainingLoop:
                     self._validate(log, stopping)
                 is_last = stopping() or at_end
                 due = step % train.save_every == 0 or is_last or step == self.pinned
-                if due and self._saved_at != step:
+                if due and self._saved != asdict(progress):  # also after the last validation
                     self._check_finite()
                     self._save(required=is_last)
                 if is_last:
@@ -262,13 +263,13 @@ class TrainingLoop:
             )
 
         if self._reported(save, step, required):
-            self._saved_at = step
+            self._saved = asdict(self.progress)
 
     def _finish_saving(self) -> None:
         """Wait for a checkpoint that is written in the background."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            self._reported(pending, self._saved_at, required=False)
+            self._reported(pending, self._saved["step"], required=False)
 
     def _reported(self, save: Callable[[], None], step: int, required: bool) -> bool:
         """Return whether a checkpoint was written; if not, raise TrainingError or warn."""

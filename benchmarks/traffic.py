@@ -34,6 +34,8 @@ class Traffic(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self.functional_bytes: Counter[str] = Counter()
+        """Those of differentiable collectives, which FSDP does not use."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -51,6 +53,8 @@ class Traffic(TorchDispatchMode):
                 largest = max(map(_n_bytes, (*args, result)))
                 self.calls[kind] += 1
                 self.bytes[kind] += int(KINDS[kind](n) * largest)
+                if library == "_c10d_functional":
+                    self.functional_bytes[kind] += int(KINDS[kind](n) * largest)
         return result
 
 

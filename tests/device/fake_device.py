@@ -5,7 +5,7 @@ are real, so programs run as on a GPU. Every operation that would make the host 
 recorded with its place in the package; on the device it gives zeros. Operations whose shape depends
 on values, and operations on tensors of two devices, raise an error.
 
-Importing this module changes PyTorch for the entire process: use a forked child.
+Importing this module changes PyTorch for the entire process: use a subprocess.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ DEVICE = _register()
 class FakeDevice(TorchDispatchMode):
     """Runs the operations of the device, and counts those that would make the host wait.
 
-    waits: number of waits by place and kind, such as "nn/model.py:forward, read".
+    waits: number of waits by place, such as "nn/model.py:forward", and kind.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.waits: Counter[str] = Counter()
+        self.waits: Counter[tuple[str, str]] = Counter()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __enter__(self) -> FakeDevice:
@@ -77,7 +77,7 @@ class FakeDevice(TorchDispatchMode):
     def wait(self, kind: str) -> None:
         frames = [f for f in traceback.extract_stack() if f.filename.startswith(PACKAGE)]
         place = f"{frames[-1].filename.removeprefix(PACKAGE)}:{frames[-1].name}" if frames else "?"
-        self.waits[f"{place}, {kind}"] += 1
+        self.waits[place, kind] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

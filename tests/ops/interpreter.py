@@ -85,3 +85,20 @@ def install_detectors(patch, seed: int = 0) -> None:
     patch.setattr(builder, "create_masked_store", checked_store)
     patch.setattr(builder, "set_grid_idx", lambda *_: set_index(*accesses.start()))
     patch.setattr(launch, "run", checked_run)
+
+
+_patched: set[int] = set()
+
+
+def _call_device_function(self, *arguments, **options):
+    """Call a helper of a kernel; the original patches the language every time, which takes longer.
+
+    The launch has patched `triton.language`; helpers of Triton itself also use its core.
+    """
+    if id(self.fn.__globals__) not in _patched:
+        _patched.add(id(self.fn.__globals__))
+        interpreter._patch_lang(self.fn)
+    return self.rewrite()(*arguments, **options)
+
+
+interpreter.InterpretedFunction.__call__ = _call_device_function

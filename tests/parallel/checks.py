@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 import weakref
 from contextlib import contextmanager
 from dataclasses import replace
@@ -485,6 +486,23 @@ def check_a_signal_to_one_rank_stops_all_and_resuming_is_exact(folder):
         assert resume(interrupted).finished
         assert losses(interrupted) == losses(uninterrupted)
         assert len(losses(uninterrupted)) == 13
+
+
+@for_worlds(2)
+def check_a_slow_rank_does_not_reject_the_files_of_rank_zero(folder):
+    write_data(folder)
+    decide = World.from_rank_zero
+
+    def decide_slowly(self, n):
+        decision = decide(self, n)
+        time.sleep(0.5 * dist.get_rank())
+        return decision
+
+    World.from_rank_zero = decide_slowly
+    try:
+        assert train(tiny(folder, DP, train={"steps": 1}), folder / "slow").finished
+    finally:
+        World.from_rank_zero = decide
 
 
 @for_worlds(2)

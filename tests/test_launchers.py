@@ -128,7 +128,7 @@ def test_slurm_requeues_only_what_the_time_limit_stopped(launch):
     # Slurm may send the signal a minute early.
     for seconds_left in (seconds + 60, seconds - options.shutdown_timeout):
         assert launch_slurm(launch, seconds_left, status=1)[-1] == requeue
-    assert requeue not in launch_slurm(launch, seconds_left=seconds + 90, status=1)  # failed
+    assert requeue not in launch_slurm(launch, seconds_left=seconds + 120, status=1)  # failed
     assert requeue not in launch_slurm(launch, seconds_left=10)  # finished
 
 
@@ -143,6 +143,7 @@ def test_kubernetes_gives_pods_names_time_and_a_shared_folder(launch):
     assert first.rdzv_conf.split(",")[0] == "is_host=1"
     assert second.rdzv_conf.split(",")[0] == "is_host=0"
     assert JOB["spec"]["completions"] == JOB["spec"]["parallelism"] == int(first.nnodes)
+    assert first.max_restarts == 0  # the Job replaces all pods
     assert POD["terminationGracePeriodSeconds"] > first.shutdown_timeout
     (container,) = POD["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(first.nproc_per_node)

@@ -28,7 +28,8 @@ srun --kill-on-bad-exit=0 --cpus-per-task "$SLURM_CPUS_PER_TASK" \
     torchrun --nnodes "$SLURM_NNODES" --nproc-per-node 8 --max-restarts 3 --shutdown-timeout 110 \
     --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "${HOSTS[0]}:29500" \
     -m transformer_vq "${COMMAND[@]}" || STATUS=$?
-if [ "$STATUS" -ne 0 ] && [ "$(date +%s)" -ge $((SLURM_JOB_END_TIME - 210)) ]; then
+# Stopped by the signal? It is sent up to a minute early: 150 + 60 seconds, and 30 for the clocks.
+if [ "$STATUS" -ne 0 ] && [ "$(date +%s)" -ge $((SLURM_JOB_END_TIME - 240)) ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$STATUS"

@@ -489,17 +489,6 @@ def check_a_signal_to_one_rank_stops_all_and_resuming_is_exact(folder):
 
 
 @for_worlds(2)
-def check_ranks_that_train_join_ranks_that_resume(folder):
-    write_data(folder)
-    config = tiny(folder, DP)
-    train(config, folder / "whole")
-    stop_after(4, partial(train, config, folder / "replaced"))
-    command = partial(train, config) if dist.get_rank() == 0 else resume
-    assert command(folder / "replaced").finished
-    assert losses(folder / "replaced") == losses(folder / "whole")
-
-
-@for_worlds(2)
 def check_a_slow_rank_does_not_reject_the_files_of_rank_zero(folder):
     write_data(folder)
     decide = World.from_rank_zero

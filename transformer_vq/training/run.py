@@ -70,7 +70,8 @@ def train(
     """
     run = Path(out)
     with reporting(reporter), join_world(config.parallel, config.train.device) as world:
-        if _continues(run, world):
+        is_restart = world.any(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0)
+        if is_restart and _is_run_folder(run, world):
             stored = read_config(run)
             return _resume(run, stored, stored, stored, world)
         _check_is_new(run, world)
@@ -132,7 +133,6 @@ def resume(
         stored = original_config(run, current)
         check_same_run(stored, wanted, run)
         with join_world(wanted.parallel, wanted.train.device) as world:
-            _continues(run, world, by_resume=True)
             return _resume(run, current, stored, wanted, world, allow_schedule_change)
 
 
@@ -223,14 +223,9 @@ def _run_loop(loop: TrainingLoop) -> TrainingResult:
     return result
 
 
-def _continues(run: Path, world: World, by_resume: bool = False) -> bool:
-    """Return whether the ranks continue a run: some were restarted, or call `resume`.
-
-    All ranks call this. When a launcher replaces a node, the new ranks call `resume`, while
-    `torchrun` starts those of the other nodes with `train` again.
-    """
-    is_restart = by_resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    return world.any(is_restart) and bool(world.from_rank_zero(int((run / CONFIG).exists())))
+def _is_run_folder(run: Path, world: World) -> bool:
+    """Return whether the folder contains a run; rank 0 decides for all ranks."""
+    return bool(world.from_rank_zero(int((run / CONFIG).exists())))
 
 
 def _check_is_new(run: Path, world: World) -> None:

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import time
 import weakref
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -19,10 +21,18 @@ from traffic import Traffic
 from transformer_vq import TransformerVQ
 from transformer_vq.config import OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
+from transformer_vq.data.prepare import prepare
+from transformer_vq.evaluation import score
 from transformer_vq.parallel.shards import read_index, read_whole
 from transformer_vq.parallel.world import World
 from transformer_vq.sizes import sizes
-from transformer_vq.training.checkpoint import checkpoint_folder, save_best, save_checkpoint
+from transformer_vq.training.checkpoint import (
+    checkpoint_folder,
+    load_model,
+    save_best,
+    save_checkpoint,
+)
+from transformer_vq.training.evaluate import evaluate
 from transformer_vq.training.run import resume, train
 from transformer_vq.training.step import Trainer
 
@@ -479,6 +489,23 @@ def check_a_signal_to_one_rank_stops_all_and_resuming_is_exact(folder):
 
 
 @for_worlds(2)
+def check_a_slow_rank_does_not_reject_the_files_of_rank_zero(folder):
+    write_data(folder)
+    decide = World.from_rank_zero
+
+    def decide_slowly(self, n):
+        decision = decide(self, n)
+        time.sleep(0.5 * dist.get_rank())
+        return decision
+
+    World.from_rank_zero = decide_slowly
+    try:
+        assert train(tiny(folder, DP, train={"steps": 1}), folder / "slow").finished
+    finally:
+        World.from_rank_zero = decide
+
+
+@for_worlds(2)
 def check_an_extended_run_equals_the_longer_run(folder):
     write_data(folder)
     wsd = {"model": {"n_layer": 1}, "optim": {"schedule": "wsd", "decay_share": 0.5}}
@@ -501,3 +528,51 @@ def check_a_run_resumes_on_other_meshes(folder):
     stop_after(5, lambda: resume(run, tiny(folder, ParallelConfig(dp=2), **micro_batches)))
     stop_after(7, lambda: resume(run, tiny(folder, ParallelConfig(cp=2))))
     stop_after(9, lambda: resume(run, tiny(folder, ParallelConfig(fsdp=2))))
+
+
+class CountingReporter:
+    """Counts what is done on this rank."""
+
+    done = 0
+
+    @contextmanager
+    def progress(self, what, total, unit, done=0):
+        yield self.advance
+
+    def advance(self, n):
+        self.done += n
+
+    def info(self, message):
+        pass
+
+    warn = info
+
+
+@for_worlds(2)
+def check_ranks_share_an_evaluation(folder):
+    """Every rank scores some contexts, also if their number is odd; the totals are those of one."""
+    texts = folder / "evaluated" / "text"
+    if dist.get_rank() == 0:
+        texts.mkdir(parents=True)
+        for n in range(15):
+            (texts / f"{n}.txt").write_text(f"{n}: " + "the cat sat on the mat " * (n % 7 + 1))
+    dist.barrier()
+    run = folder / "evaluated" / "run"
+    config = tiny(texts.parent, DP, train={"steps": 2, "batch_size": 2})
+    train(config, run)
+    model, split = load_model(run)[0], prepare(config.data).split("train")
+    for protocol in ("windowed", "streaming"):
+        counter = CountingReporter()
+        options = {"split": "train", "protocols": [protocol], "batch_size": 2}
+        got = evaluate(run, **options, reporter=counter).protocols[protocol]
+        want = score(model, split, protocol, seq_len=config.train.seq_len, span=16)
+        counts = (got.tokens, got.bytes, got.words)
+        assert counts == (want.tokens, want.bytes, want.words)
+        assert abs(got.nats - want.nats) < 1e-6 * want.nats
+        for a, b in zip(got.by_position, want.by_position, strict=True):
+            assert (a.first, a.last, a.tokens) == (b.first, b.last, b.tokens)
+            assert abs(a.nats_per_token - b.nats_per_token) < 1e-5 * b.nats_per_token
+        shares = torch.tensor([counter.done, counter.done])
+        dist.all_reduce(shares[0])
+        assert shares[0] == got.tokens
+        assert 0.3 * got.tokens < shares[1] < 0.7 * got.tokens

@@ -1,4 +1,4 @@
-"""Training under torchrun from the command line: killed workers, signals and invalid options."""
+"""Commands under torchrun: killed workers, signals, invalid options, shared evaluation."""
 
 import contextlib
 import json
@@ -13,11 +13,17 @@ import pytest
 from checks import tiny
 from helpers import losses
 
+<<<<<<< HEAD
 from transformer_vq.config import ParallelConfig
 from transformer_vq.training.checkpoint import checkpoint_steps
+=======
+from transformer_vq.training.evaluate import evaluate
+>>>>>>> room/launch
 from transformer_vq.training.metrics import read_metrics
+from transformer_vq.training.run import train
 
 SECONDS = 120
+LAUNCHER = ["-m", "torch.distributed.run", "--standalone"]
 
 
 def options_of(run, config):
@@ -29,8 +35,7 @@ def options_of(run, config):
 
 def torchrun(run, config, *options):
     """Start `torchrun ... tvq train` for a config."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", *options]
-    return start([*launcher, *options_of(run, config)])
+    return start([*LAUNCHER, *options, *options_of(run, config)])
 
 
 def start(arguments, **environment):
@@ -168,3 +173,22 @@ def test_usage_error_is_printed_once(tmp_path):
     errors = [line for line in err.splitlines() if "tvq: " in line]
     assert len(errors) == 1, err
     assert "use a multiple of 2" in errors[0]
+
+
+@pytest.mark.slow
+def test_evaluation_by_two_processes_is_printed_once(tmp_path):
+    config = tiny(tmp_path, train={"steps": 2})
+    run = tmp_path / "run"
+    train(config, run)
+    want = evaluate(run).to_dict()
+    command = ["-m", "transformer_vq", "eval", str(run), "--device", "cpu", "--json"]
+    process = start([*LAUNCHER, "--nproc-per-node=2", *command])
+    out, err = finish(process)
+    assert process.returncode == 0, err
+    *lines, record = out.splitlines()
+    assert len(lines) == 2  # only rank 0 prints, a line per protocol
+    assert json.loads(record) == json.loads((run / "evaluation-test.json").read_text())
+    for protocol, result in json.loads(record)["protocols"].items():
+        single = want["protocols"][protocol]
+        assert result["bits_per_byte"] == pytest.approx(single["bits_per_byte"], rel=1e-6)
+        assert result["tokens"] == single["tokens"]

@@ -11,6 +11,7 @@ from transformer_vq.cli.arguments import Checkpoint, Device, Json, Matmul, Run, 
 from transformer_vq.cli.output import computing, print_json
 from transformer_vq.config import Count, DataConfig, Rows
 from transformer_vq.errors import UserError
+from transformer_vq.progress import IS_SILENT
 from transformer_vq.training.run_list import checkpoint_label
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ class EvalOptions:
     """Evaluate a run: bits per byte and word-level perplexity, one line per protocol.
 
     After a complete split of the run's own data, RUN/evaluation-SPLIT.json has the results too.
+    Processes of `torchrun` share the work.
     """
 
     data: DataConfig
@@ -42,7 +44,8 @@ class EvalOptions:
     seq_len: Count | None = None
     """Tokens per window of the windowed protocol; None uses the value of the run."""
     batch_size: Rows | None = None
-    """Sequences per batch; does not affect the result. None uses the value of the run."""
+    """Sequences per batch and process; does not affect the result. None uses the value of the
+    run."""
     max_tokens: Count | None = None
     """Evaluate only this many tokens, from the start of the split."""
     precision: Matmul = "fp32"
@@ -82,7 +85,7 @@ def run(arguments: list[str]) -> None:
             device=find_device(options.device),
         )
     print(evaluation_text(result, options.positions))
-    if options.data == own and options.max_tokens is None:
+    if options.data == own and options.max_tokens is None and not IS_SILENT:
         write_json(folder / f"evaluation-{options.split}.json", result.to_dict())
     print_json(result.to_dict(), options.json)
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from transformer_vq.config import DataConfig
+from transformer_vq.config import DataConfig, ParallelConfig
 from transformer_vq.data.paths import SPLITS
 from transformer_vq.data.prepare import prepare
 from transformer_vq.data.tokenizers import TOKENIZER_FILES
 from transformer_vq.errors import UserError
 from transformer_vq.evaluation import Evaluation, Protocol, score
+from transformer_vq.parallel.world import join_world
 from transformer_vq.progress import Reporter, progress_bar, reporting
 from transformer_vq.training.checkpoint import load_model, read_config, read_tokenizer
 from transformer_vq.training.packaged import find_run, is_packaged
@@ -63,7 +64,8 @@ def evaluate(
     a packaged model, which has no data of its own.
     protocols: "windowed" and "streaming" by default; only "windowed" for full attention, whose cost
     grows with the length. checkpoint: best, last or a step. seq_len, batch_size: those of the run
-    by default. max_tokens: score only the start of the split.
+    by default. max_tokens: score only the start of the split. Under `torchrun` all processes call
+    this function: each scores its share of the sequences, `batch_size` at a time.
     """
     name, run = str(run), find_run(run)
     config = read_config(run)
@@ -72,6 +74,7 @@ def evaluate(
         raise UserError(f"{name} is in the package, without its data; give --data.path YOUR-TEXTS")
     split = split or default_split(run)
     model, which = load_model(run, checkpoint, config)
+<<<<<<< HEAD
     model.to(device)
     data = _data_for(run, config.data, data, split)
     corpus = prepare(data, config.model.vocab_size, reporter=reporter)
@@ -102,6 +105,44 @@ def evaluate(
             )
         assert result is not None, "without `stopped` it always finishes"
         results[protocol] = result
+=======
+    with reporting(reporter), join_world(ParallelConfig(), str(device)) as world:
+        model.to(world.device)
+        with world.local_rank_zero_first():
+            corpus = prepare(_data_for(run, config.data, data, split), config.model.vocab_size)
+        if read_tokenizer(run, config).sha256 != corpus.tokenizer().sha256:
+            raise UserError(
+                f"these data do not have the vocabulary of {name}; use --data.tokenizer {run}"
+            )
+        tokens = corpus.split("train" if split == "all" else split)
+        if protocols is None:
+            both: tuple[Protocol, ...] = ("windowed", "streaming")
+            protocols = both[:1] if config.model.attention == "full" else both
+        seq_len = train.seq_len if seq_len is None else seq_len
+        if batch_size is None:
+            batch_size = train.batch_size // max(train.accumulate, 1)
+        total = len(tokens) if max_tokens is None else min(len(tokens), max_tokens)
+        n_ranks = world.size("data")
+        results: dict[Protocol, Evaluation] = {}
+        for protocol in protocols:
+            with progress_bar(f"{split}, {protocol}", total // n_ranks, "tokens") as advance:
+                result = score(
+                    model,
+                    tokens,
+                    protocol,
+                    seq_len=seq_len,
+                    span=min(train.backprop_len, 2048),
+                    batch_size=batch_size * n_ranks,
+                    precision=precision,
+                    max_tokens=max_tokens,
+                    advance=advance,
+                    share=(world.rank("data"), n_ranks),
+                    total=lambda x: world.sum(x, "data"),
+                )
+            assert result is not None, "without `stopped` it always finishes"
+            results[protocol] = result
+    attention = config.model.attention
+>>>>>>> room/launch
     step = model_step(run, which)
     return RunEvaluation(name, which, step, corpus.dataset, split, seq_len, attention, results)
 

@@ -229,16 +229,21 @@ def _is_run_folder(run: Path, world: World) -> bool:
 
 
 def _check_is_new(run: Path, world: World) -> None:
-    """Raise CheckpointError if no run can be started in this folder."""
-    if _is_run_folder(run, world):
+    """Raise CheckpointError if no run can be started in this folder; rank 0 decides for all ranks.
+
+    When another rank looks, rank 0 may have created its files already.
+    """
+    names = (CONFIG, METRICS, HISTORY, CHECKPOINTS, BEST)
+    found = [i for i, name in enumerate(names) if (run / name).exists()]
+    first = world.from_rank_zero(found[0] if found else len(names))
+    if first == names.index(CONFIG):
         raise CheckpointError(
             f"{run} already contains a run; use `tvq resume {run}` or another --out"
         )
     if run.exists() and not run.is_dir():
         raise CheckpointError(f"{run} is a file; use another --out")
-    for name in (METRICS, HISTORY, CHECKPOINTS, BEST):
-        if (run / name).exists():
-            raise CheckpointError(f"{run} contains {name} of something else; use another --out")
+    if first < len(names):
+        raise CheckpointError(f"{run} contains {names[first]} of something else; use another --out")
 
 
 def _prepare_corpus(config: RunConfig, world: World) -> Corpus:

@@ -13,12 +13,9 @@ import pytest
 from checks import tiny
 from helpers import losses
 
-<<<<<<< HEAD
 from transformer_vq.config import ParallelConfig
 from transformer_vq.training.checkpoint import checkpoint_steps
-=======
 from transformer_vq.training.evaluate import evaluate
->>>>>>> room/launch
 from transformer_vq.training.metrics import read_metrics
 from transformer_vq.training.run import train
 

@@ -74,38 +74,6 @@ def evaluate(
         raise UserError(f"{name} is in the package, without its data; give --data.path YOUR-TEXTS")
     split = split or default_split(run)
     model, which = load_model(run, checkpoint, config)
-<<<<<<< HEAD
-    model.to(device)
-    data = _data_for(run, config.data, data, split)
-    corpus = prepare(data, config.model.vocab_size, reporter=reporter)
-    if read_tokenizer(run, config).sha256 != corpus.tokenizer().sha256:
-        problem = f"these data do not have the vocabulary of {name}"
-        raise UserError(f"{problem}; use --data.tokenizer {run}")
-    tokens = corpus.split("train" if split == "all" else split)
-    attention = config.model.attention
-    both: tuple[Protocol, ...] = ("windowed", "streaming")
-    protocols = protocols or (both[:1] if attention == "full" else both)
-    seq_len = train.seq_len if seq_len is None else seq_len
-    if batch_size is None:
-        batch_size = train.batch_size // max(train.accumulate, 1)
-    total = len(tokens) if max_tokens is None else min(len(tokens), max_tokens)
-    results: dict[Protocol, Evaluation] = {}
-    for protocol in protocols:
-        with reporting(reporter), progress_bar(f"{split}, {protocol}", total, "tokens") as advance:
-            result = score(
-                model,
-                tokens,
-                protocol,
-                seq_len=seq_len,
-                span=min(train.backprop_len, 2048),
-                batch_size=batch_size,
-                precision=precision,
-                max_tokens=max_tokens,
-                advance=advance,
-            )
-        assert result is not None, "without `stopped` it always finishes"
-        results[protocol] = result
-=======
     with reporting(reporter), join_world(ParallelConfig(), str(device)) as world:
         model.to(world.device)
         with world.local_rank_zero_first():
@@ -142,7 +110,6 @@ def evaluate(
             assert result is not None, "without `stopped` it always finishes"
             results[protocol] = result
     attention = config.model.attention
->>>>>>> room/launch
     step = model_step(run, which)
     return RunEvaluation(name, which, step, corpus.dataset, split, seq_len, attention, results)
 

@@ -40,8 +40,8 @@ class DemoOptions:
 
     out: Path = Path("demo")
     """Run folder."""
-    steps: Count | None = None
-    """Training steps; by default those of the preset."""
+    steps: Count = 300
+    """Training steps."""
     table: bool = False
     """Print the differences from quadratic attention for all heads and reductions."""
 
@@ -49,9 +49,8 @@ class DemoOptions:
 def run(arguments: list[str]) -> int | None:
     """Run the demo; return the exit status."""
     options = parse(DemoOptions, arguments, "demo")
-    config = PRESETS["tiny"]
-    if options.steps is not None:
-        config = replace(config, train=replace(config.train, steps=options.steps))
+    tiny = PRESETS["tiny"]
+    config = replace(tiny, train=replace(tiny.train, steps=options.steps))
 
     from transformer_vq import demo
     from transformer_vq.device import keep_freed_memory

@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformer_vq.errors import UserError
 from transformer_vq.ops.runtime import execution_on
 
-PINNED = {"cuda"}
-"""Types of devices that copy from and to pinned memory."""
+PINNED = {"cuda"}  # types of devices that copy from and to pinned memory
 
 
 def find_device(name: str = "auto") -> torch.device:

@@ -75,8 +75,7 @@ class Finding:
     name: str
     dtype: str
     status: Status
-    value: float | None = None
-    """The number that SECTIONS describes; None if nothing was computed."""
+    value: float | None = None  # the number that SECTIONS describes; None if nothing was computed
     note: str = ""
 
 

@@ -41,8 +41,7 @@ class TextStream:
         self._stop = [word for word in stop if word]
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
-        self.text = ""
-        """All text that is final."""
+        self.text = ""  # all text that is final
         self.stopped = False
 
     def push(self, token: int) -> str:

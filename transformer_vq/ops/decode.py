@@ -43,10 +43,8 @@ class DecodeState:
     z: tuple[Tensor, ...]
     log_count: Tensor
     position: Tensor
-    n_pending: Tensor
-    """Tokens in the free slot that are to be evicted, 0 or 1: [b] of int64."""
-    count: Tensor | None
-    """Number of tokens per code, [n r, S]; None without a cache."""
+    n_pending: Tensor  # tokens in the free slot that are to be evicted, 0 or 1: [b] of int64
+    count: Tensor | None  # number of tokens per code, [n r, S]; None without a cache
     mean: tuple[Tensor, ...] | None
     """Means in float32 or better, [r, S, v] per layer, if those in `values` have fewer bits."""
     k: tuple[Tensor, ...] | None

@@ -42,8 +42,7 @@ class Blocks:
     """Number of first blocks with an empty cache; the first of them also has an empty window."""
     grad_through_cache: bool
     keep: bool
-    tile_queries: int | None
-    """Queries per tile; None for a whole block."""
+    tile_queries: int | None  # queries per tile; None for a whole block
     codebook: Tensor
     count: Tensor
     codes: Tensor
@@ -76,10 +75,8 @@ class Tile:
     """Consecutive queries of a block, which attend to n_local keys of the window and the block."""
 
     block: int
-    first: int
-    """Index of the first query in its block."""
-    queries: slice
-    """Indices of the queries in the segment."""
+    first: int  # index of the first query in its block
+    queries: slice  # indices of the queries in the segment
     n_group: int
     window_len: int
 

@@ -28,8 +28,7 @@ from transformer_vq.parallel.data_parallel import default_group, total_usage
 class CodebookUpdates(Stack):
     """Collects the code usage of training passes and applies it after each optimizer step."""
 
-    codebooks_frozen: bool = False
-    """Whether training leaves all codebooks unchanged."""
+    codebooks_frozen: bool = False  # whether training leaves all codebooks unchanged
     code_usage: tuple[CodeUsage, ...] | None = None
     """Sum over the training passes since the last optimizer step, or None."""
     _n_passes: int = 0

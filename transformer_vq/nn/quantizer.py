@@ -23,8 +23,7 @@ NO_CANDIDATE = 2**62  # priority of an empty slot, above all others
 MAX_UNUSED = 1024  # training passes without an update of the codebook before a warning
 
 
-FindCode = Callable[[Tensor, Tensor], Tensor]
-"""Codes of keys from a codebook; see `nearest_code`."""
+FindCode = Callable[[Tensor, Tensor], Tensor]  # codes of keys from a codebook; see `nearest_code`
 
 
 class NotFiniteError(UserError):
@@ -157,7 +156,7 @@ class VectorQuantizer(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.c_sum, std=self.c_sum.shape[1] ** -0.5)
         nn.init.ones_(self.c_count)
-        self.started.fill_(self.codebook_init == "random")
+        nn.init.constant_(self.started, self.codebook_init == "random")
 
     @property
     def codebook(self) -> Tensor:

@@ -257,9 +257,9 @@ def inspection_router(service: Service) -> APIRouter:
         prompts = await service.prompts(client, body.context, MAX_INSPECTED)
         tokens, start = await prompts.document(body.text, body.tokens), prompts.start
         context, position = (None, 0) if start is None else (start.context, start.n_tokens)
-        model, options = service.engine.model, {"context": context, "n_codes": body.n_codes}
+        inspect = partial(inspect_tokens, service.engine.model, tokens, n_codes=body.n_codes)
         # Not in the thread pool of all other requests.
-        found = await asyncio.to_thread(lambda: inspect_tokens(model, tokens, **options).to_dict())
+        found = await asyncio.to_thread(lambda: inspect(context=context).to_dict())
         names = [token_name(service.tokenizer, token) for token in tokens]
         return {"position": position, "tokens": tokens, "texts": names} | found
 

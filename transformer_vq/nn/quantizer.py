@@ -64,9 +64,9 @@ class CodeUsage:
             assert priority is not None and other.priority is not None  # noqa: PT018
             priority, order = lowest(torch.cat([priority, other.priority]), len(priority))
             candidates = torch.cat([candidates, other.candidates], dim=1)[:, order]
-        names = ("sum", "count", "error", "energy")
-        sums = (getattr(self, name) + getattr(other, name) for name in names)
-        return CodeUsage(*sums, candidates, priority)
+        total, count = self.sum + other.sum, self.count + other.count
+        error, energy = self.error + other.error, self.energy + other.energy
+        return CodeUsage(total, count, error, energy, candidates, priority)
 
     def health(self) -> CodebookHealth:
         """Return metrics averaged over heads; waits for a GPU."""

@@ -179,7 +179,9 @@ def _weighted_values(
 
 def _parts(w: Tensor, segment: Segment) -> tuple[Tensor, ...]:
     """Return the columns of the cache, the previous block and the block itself."""
-    return w.split([segment.n_code, segment.window_len, segment.n_query], dim=-1)
+    sizes = [segment.n_code, segment.window_len, segment.n_query]
+    parts: tuple[Tensor, ...] = w.split(sizes, dim=-1)
+    return parts
 
 
 def _flat(x: Tensor, segment: Segment) -> Tensor:

@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformer_vq.errors import UserError
 from transformer_vq.ops.runtime import execution_on
 
-PINNED = {"cuda"}
-"""Types of devices that copy from and to pinned memory."""
+PINNED = {"cuda"}  # types of devices that copy from and to pinned memory
 
 
 def find_device(name: str = "auto") -> torch.device:
@@ -32,9 +31,8 @@ def find_device(name: str = "auto") -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if name == "auto":
         return accelerator or torch.device("cpu")
-    choices = ["auto", "cpu"]
+    choices, n_devices = ["auto", "cpu"], torch.accelerator.device_count()
     if accelerator is not None:
-        n_devices = torch.accelerator.device_count()
         choices += [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(n_devices))]
     if name not in choices:
         raise UserError(f"device {name!r} is not available; use {' or '.join(choices)}")
@@ -53,8 +51,8 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def total_memory(device: torch.device) -> int:

@@ -34,19 +34,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from transformer_vq.config import (
-    HeadType,
-    ModelConfig,
-    Precision,
-    Reduction,
-    RunConfig,
-    TrainConfig,
-)
+from transformer_vq.config import HeadType, ModelConfig, Precision, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
 from transformer_vq.device import cpu_name, has_fast_bf16, matmul_precision, total_memory
 from transformer_vq.generation.decoder import Decoder
 from transformer_vq.memory_use import peak_bytes
 from transformer_vq.nn.model import TransformerVQ
+from transformer_vq.ops.reductions import REDUCTIONS
 from transformer_vq.progress import progress_bar
 from transformer_vq.sizes import flops_per_token
 from transformer_vq.training.step import Trainer
@@ -56,7 +50,6 @@ SECTIONS = {"Results": "largest relative RMS error", "Host syncs": "syncs", "Spe
 """The tables of the report, and what their column of numbers shows."""
 TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2}
 HEAD_TYPES: tuple[HeadType, ...] = get_args(HeadType)
-REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 TIME_LIMIT = 240.0  # seconds per subprocess
 N_REPEATS = 3
 N_TOKENS = 8  # decoded while syncs are counted
@@ -75,8 +68,7 @@ class Finding:
     name: str
     dtype: str
     status: Status
-    value: float | None = None
-    """The number that SECTIONS describes; None if nothing was computed."""
+    value: float | None = None  # the number that SECTIONS describes; None if nothing was computed
     note: str = ""
 
 

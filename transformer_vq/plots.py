@@ -23,8 +23,7 @@ INK, MUTED, LINE, GRID = "#1f2328", "#57606a", "#8c959f", "#e4e8ec"
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#b8860b", "#3f9bd1", "#3b4048", "#e0709a")
 BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, ROSE = COLORS
 
-WIDTH = 8.0
-"""Width of every figure in inches: 1,200 pixels, readable if shown 700 pixels wide."""
+WIDTH = 8.0  # width of every figure in inches: 1,200 pixels, readable if shown 700 pixels wide
 DPI = 150
 STYLE = {
     "font.size": 10.5,
@@ -50,8 +49,7 @@ STYLE = {
     "legend.frameon": False,
 }
 
-MIN_TOKENS = 100
-"""Fewest tokens for which the mean loss of a position is drawn."""
+MIN_TOKENS = 100  # fewest tokens for which the mean loss of a position is drawn
 Rows = list[dict[str, Any]]
 """Rows of metrics.jsonl."""
 XAxis = Literal["step", "tokens", "time"]

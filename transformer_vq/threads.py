@@ -55,17 +55,11 @@ def _adapt() -> None:
 
 
 def _used(cores: set[int]) -> tuple[float, float, float]:
-    """Return a time, and the CPU seconds that all processes and this one have used until then.
-
-    cores: those to count.
-    """
+    """Return a time, and CPU seconds until then: of all processes on `cores`, and of this one."""
     names = {f"cpu{i}" for i in cores}
-    ticks = 0
-    for line in STATISTICS.read_text().splitlines():
-        name, *fields = line.split()
-        if name in names:
-            user, nice, system = fields[:3]
-            ticks += int(user) + int(nice) + int(system)
+    rows = map(str.split, STATISTICS.read_text().splitlines())
+    # The first columns: user, nice and system.
+    ticks = sum(int(n) for name, *fields in rows if name in names for n in fields[:3])
     return time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 

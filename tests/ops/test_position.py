@@ -5,12 +5,8 @@ import math
 import pytest
 import torch
 
-from transformer_vq.ops.position import (
-    causal_bias,
-    local_bias,
-    relative_sinusoids,
-    sinusoids,
-)
+from transformer_vq.nn.attention import VQAttention
+from transformer_vq.ops.position import causal_bias, local_bias, sinusoids
 
 
 def test_sinusoids_are_sines_then_cosines():
@@ -23,8 +19,9 @@ def test_sinusoids_are_sines_then_cosines():
 
 
 def test_relative_sinusoids_are_ordered_farthest_first():
-    table = relative_sinusoids(3, 4, 1e5, torch.float64)
-    assert torch.equal(table, sinusoids(torch.tensor([3, 2, 1, 0]), 4, 1e5, torch.float64))
+    layer = VQAttention(4, d_k=2, n_code=4, block_len=3)
+    table = layer.sinusoids(layer.init_state(1), 5)
+    assert torch.equal(table, sinusoids(torch.tensor([3, 2, 1, 0]), 4, 1e5, torch.float32))
 
 
 @pytest.mark.parametrize("older", [0.0, -math.inf])

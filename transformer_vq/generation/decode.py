@@ -24,8 +24,7 @@ from transformer_vq.generation.sampling import NOT_FINITE, Sampling, mark_not_fi
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import NotFiniteError
 
-CHUNK = 64
-"""Number of steps whose random numbers are copied to the device together."""
+CHUNK = 64  # number of steps whose random numbers are copied to the device together
 
 
 def stream(

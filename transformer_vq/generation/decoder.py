@@ -8,7 +8,7 @@ grow, so every token costs the same; full attention preallocates memory for the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformer_vq.nn.attention import FullAttention, VQAttention
 from transformer_vq.nn.layers import NORM_EPS, is_plain
 from transformer_vq.nn.model import ModelState, TransformerVQ
+from transformer_vq.ops import triton
 from transformer_vq.ops.cache import accumulation_dtype, lookup
 from transformer_vq.ops.decode import DecodeState, Step, Token, attend_one_
 from transformer_vq.ops.quadratic import quadratic_attention
@@ -101,15 +102,19 @@ class _VQLayer:
 
     @torch.no_grad()
     def __init__(self, attention: VQAttention, state: VQState, number: int) -> None:
-        self.attention, self.number = attention, number
-        self.attend_one_ = _attend_on(attention)
+        self.attention, self.number, self.attend_one_ = attention, number, attend_one_
         a = attention
+        if a.backend == "triton":
+            triton.check_device(a.u.device)
+            from transformer_vq.ops.triton import decode
+
+            self.attend_one_ = decode.attend_one_
         exact = accumulation_dtype(a.u.dtype)
         self.n_code = a.quantizer.codebook.shape[1]
         self.codebook = a.quantizer.codebook.to(exact)
         self.u = a.content_bias.to(exact) * a.d_k**-0.25
         self.floors = _floor(a.config.d_model, self.u), _floor(a.d_k, self.u)
-        self._set_weight()
+        self.weight = self._merged_weight()
         # One product gives the scores of queries and keys with codewords and with distances. Their
         # norm has no factor sqrt(d_k), see `_unit`; the table has it, and the scale of q and k.
         r = a.relative_keys(a.sinusoids(state, 1)).to(exact)
@@ -123,22 +128,20 @@ class _VQLayer:
         of_keys = F.pad(-half_norms, (0, r.shape[1]))
         self.constant = torch.cat([of_queries, of_keys], dim=1)  # [h, g + 1, S + d]
 
-    def _set_weight(self) -> None:
+    def _merged_weight(self) -> Tensor | None:
         """Merge the input projections, unless some must be called, as with adapters.
 
         Columns are in the order of use: for each head its queries and its key, then values and
         gates. A product with one row reads a matrix of this layout faster than its transpose.
         """
         a = self.attention
-        gates = [] if a.g_proj is None else [a.g_proj]
-        self.weight: Tensor | None = None
-        projections = [a.q_proj, a.k_proj, a.v_proj, *gates]
-        if all(is_plain(projection) for projection in projections):
-            q, k, *others = (projection.weight for projection in projections)
-            qk = torch.cat([x.unflatten(0, (a.n_kv_head, -1)) for x in (q, k)], dim=1)
-            weight = torch.cat([qk.flatten(0, 1), *others])
-            weight = weight * a.config.d_model**0.5 if a.config.norm_input else weight
-            self.weight = weight.mT.contiguous()
+        projections = [x for x in (a.q_proj, a.k_proj, a.v_proj, a.g_proj) if x is not None]
+        if not all(map(is_plain, projections)):
+            return None
+        q, k, *others = (projection.weight for projection in projections)
+        qk = torch.cat([x.unflatten(0, (a.n_kv_head, -1)) for x in (q, k)], dim=1)
+        weight = torch.cat([qk.flatten(0, 1), *others])
+        return (weight * a.config.d_model**0.5 if a.config.norm_input else weight).mT.contiguous()
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield the constants of the layer, except for parameters of the model."""
@@ -193,18 +196,6 @@ class _VQLayer:
             return Token(code_scores, position_scores, z, v)
         q = unit[:, :, :-1] * k**0.25 + self.u
         return Token(code_scores, position_scores, z, v, q, lookup(self.codebook, z))
-
-
-def _attend_on(attention: VQAttention) -> Callable[[Token, int, Step], Tensor]:
-    """Return the implementation for the backend of a layer."""
-    if attention.backend != "triton":
-        return attend_one_
-    from transformer_vq.ops import triton
-
-    triton.check_device(attention.u.device)
-    from transformer_vq.ops.triton import decode
-
-    return decode.attend_one_
 
 
 def _floor(width: int, like: Tensor) -> Tensor:

@@ -87,13 +87,12 @@ def inspect_tokens(
     model.check_tokens(ids.unsqueeze(0))
     if n_codes < 1:
         raise UserError(f"n_codes={n_codes}: must be at least 1")
-    layers = [branch for branch in model.branches if isinstance(branch, VQAttention)]
+    layers = model.codebook_layers()
     if not layers:
         raise UserError("a model with attention='full' has no codes to inspect; use attention='vq'")
     if context is not None and len(context.logits) != 1:
         raise UserError(f"the context has {len(context.logits)} rows; use a context of one row")
-    ids = ids.to(next(model.parameters()).device)
-    block_len: int = model.config.block_len
+    ids, block_len = ids.to(next(model.parameters()).device), model.config.block_len
     blocks: list[list[LayerInspection]] = [[] for _ in layers]
     surprisal = [torch.full((1,), torch.nan)]
     state: ModelState | None = None
@@ -115,8 +114,7 @@ def inspect_tokens(
             stop = start + block_len
             output: ModelOutput = model(ids[start:stop].unsqueeze(0), state)
             state = output.state
-            targets = ids[start + 1 : stop + 1]
-            # The last token has no target.
+            targets = ids[start + 1 : stop + 1]  # the last token has none
             surprisal.append(_bits(output.logits[0, : len(targets)], targets))
     return Inspection(torch.cat(surprisal), tuple(map(_join, blocks)))
 

@@ -47,7 +47,14 @@ def prefill(
     longest = max(map(len, prompts))
 
     def run(start: int, stop: int, state: ModelState, n_last: int) -> tuple[Tensor, ModelState]:
-        tokens, valid = _left_padded(prompts, start, stop, longest)
+        tokens = torch.zeros(len(prompts), stop - start, dtype=torch.int64)
+        valid = torch.zeros_like(tokens, dtype=torch.bool)
+        for row, prompt in enumerate(prompts):  # padded on the left
+            missing = longest - len(prompt)
+            part = prompt[max(start - missing, 0) : max(stop - missing, 0)]
+            if len(part) > 0:
+                tokens[row, -len(part) :] = torch.as_tensor(part)
+                valid[row, -len(part) :] = True
         if device.type != "cpu":  # while they are on the host; the model checks them on a CPU
             model.check_tokens(tokens)
         known = None if valid.all() else to_device(valid, device)
@@ -96,18 +103,3 @@ def run_segments(
             outputs.append(output)
         advance(stop - start)
     return torch.cat(outputs, dim=1), state
-
-
-def _left_padded(
-    prompts: Sequence[Sequence[int]], start: int, stop: int, longest: int
-) -> tuple[Tensor, Tensor]:
-    """Return columns start to stop of all prompts, and which of them hold a token."""
-    tokens = torch.zeros(len(prompts), stop - start, dtype=torch.int64)
-    valid = torch.zeros_like(tokens, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        missing = longest - len(prompt)
-        part = prompt[max(start - missing, 0) : max(stop - missing, 0)]
-        if len(part) > 0:
-            tokens[row, -len(part) :] = torch.as_tensor(part)
-            valid[row, -len(part) :] = True
-    return tokens, valid

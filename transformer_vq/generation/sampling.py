@@ -13,8 +13,7 @@ from torch import Tensor
 from transformer_vq.device import to_device
 from transformer_vq.errors import UserError
 
-NOT_FINITE = -1
-"""What `mark_not_finite` puts in the place of a token."""
+NOT_FINITE = -1  # what `mark_not_finite` puts in the place of a token
 
 
 @dataclass(frozen=True)

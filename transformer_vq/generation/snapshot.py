@@ -13,16 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from transformer_vq import files
 from transformer_vq.errors import UserError
-from transformer_vq.files import (
-    CorruptFileError,
-    Header,
-    read_tensors,
-    tensors_digest,
-    write_tensors,
-)
 from transformer_vq.generation.prefill import Context
-from transformer_vq.nn.attention import VQAttention
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.ops.cache import accumulation_dtype
 from transformer_vq.ops.decode import are_codewords
@@ -48,20 +41,25 @@ class Snapshots:
         codebooks = {name: x for name, x in model.named_buffers() if ".c_" in name}
         self.identity = {  # what must match for a state to be usable, part by part
             "config": json.dumps(asdict(model.config), sort_keys=True),
-            "weights": tensors_digest(dict(model.named_parameters())),
-            "codebooks": tensors_digest(codebooks),
+            "weights": files.tensors_digest(dict(model.named_parameters())),
+            "codebooks": files.tensors_digest(codebooks),
         }
-        self._header = _header(model)
+        # The dtypes and shapes of a context of this model, without the rows.
+        tensors = model.init_state(1, torch.device("meta")).to_tensors()
+        dtype = accumulation_dtype(next(model.parameters()).dtype)
+        tensors["logits"] = torch.empty(1, model.config.vocab_size, dtype=dtype, device="meta")
+        for name in [name for name in tensors if name.endswith("/position")]:
+            tensors[name.replace("/position", "/document")] = tensors[name]
+        self._header = {name: (DTYPES[x.dtype], tuple(x.shape[1:])) for name, x in tensors.items()}
 
     @functools.cached_property
     def _codebooks(self) -> list[Tensor]:
-        attentions = [x for x in self._model.branches if isinstance(x, VQAttention)]
-        return [x.quantizer.codebook.cpu() for x in attentions]
+        return [x.quantizer.codebook.cpu() for x in self._model.codebook_layers()]
 
     def save(self, path: Path, context: Context, metadata: Mapping[str, str] | None = None) -> None:
         """Write logits, state, metadata and the identity of the model to one file, atomically."""
         tensors = {"logits": context.logits} | context.state.to_tensors()
-        write_tensors(path, tensors, dict(metadata or {}) | self.identity)
+        files.write_tensors(path, tensors, dict(metadata or {}) | self.identity)
 
     def load(self, path: Path, n_rows: int | None = None) -> Context:
         """Load a context; raise SnapshotError for other files, and for those of other models.
@@ -70,7 +68,7 @@ class Snapshots:
         a file with other tensors than a context of this model has.
         """
 
-        def check(header: Header, metadata: dict[str, str]) -> None:
+        def check(header: files.Header, metadata: dict[str, str]) -> None:
             if "logits" not in header or "config" not in metadata:
                 raise SnapshotError(f"{path} is not a snapshot; write one with --save-state")
             if wrong := [x for x, value in self.identity.items() if metadata.get(x) != value]:
@@ -79,8 +77,8 @@ class Snapshots:
             self._check_header(path, header, n_rows)
 
         try:
-            tensors, _ = read_tensors(path, check=check)
-        except CorruptFileError as error:
+            tensors, _ = files.read_tensors(path, check=check)
+        except files.CorruptFileError as error:
             raise SnapshotError(f"{error}; write the snapshot again with --save-state") from error
         _check_values(path, tensors, self._model.config.n_code)
         state = ModelState.from_tensors(tensors)
@@ -89,7 +87,7 @@ class Snapshots:
         device = next(self._model.parameters()).device
         return Context(tensors["logits"].to(device), state.to(device))
 
-    def _check_header(self, path: Path, header: Header, n_rows: int | None) -> None:
+    def _check_header(self, path: Path, header: files.Header, n_rows: int | None) -> None:
         """Raise SnapshotError unless these are the tensors of a context of this model."""
         wanted = self._header
         optional = {name for name in wanted if name.endswith("/document")}
@@ -118,16 +116,6 @@ def save_context(path: str | os.PathLike[str], model: TransformerVQ, context: Co
 def load_context(path: str | os.PathLike[str], model: TransformerVQ) -> Context:
     """Load the context that `save_context` wrote; reject files from another model."""
     return Snapshots(model).load(Path(path))
-
-
-def _header(model: TransformerVQ) -> Header:
-    """Return the dtypes and shapes of a context of this model, without the rows."""
-    tensors = model.init_state(1, torch.device("meta")).to_tensors()
-    dtype = accumulation_dtype(next(model.parameters()).dtype)
-    tensors["logits"] = torch.empty(1, model.config.vocab_size, dtype=dtype, device="meta")
-    for name in [name for name in tensors if name.endswith("/position")]:
-        tensors[name.replace("/position", "/document")] = tensors[name]
-    return {name: (DTYPES[x.dtype], tuple(x.shape[1:])) for name, x in tensors.items()}
 
 
 def _check_values(path: Path, tensors: dict[str, Tensor], n_code: int) -> None:

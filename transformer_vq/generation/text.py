@@ -41,8 +41,7 @@ class TextStream:
         self._stop = [word for word in stop if word]
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
-        self.text = ""
-        """All text that is final."""
+        self.text = ""  # all text that is final
         self.stopped = False
 
     def push(self, token: int) -> str:
@@ -82,8 +81,7 @@ def prefill_text(
     tokens = tokenizer.encode(prompt)
     if context is None:
         tokens = [tokenizer.bos, *tokens]
-    if not tokens:
-        assert context is not None
+    elif not tokens:
         return context
     with progress_bar("prefill", len(tokens), "tokens") as advance:
         return prefill(model, [tokens], context, advance=advance)
@@ -144,10 +142,8 @@ def generate_text(
     """Return the text that follows a prompt; it ends with the document if the model ends it."""
     context = prefill_text(model, tokenizer, prompt)
     sampling = Sampling(temperature, top_p, top_k)
-    (found,) = sample_text(
-        model, tokenizer, context, max_new_tokens, sampling, seed=seed, stop=stop
-    )
-    return found.text
+    texts = sample_text(model, tokenizer, context, max_new_tokens, sampling, seed=seed, stop=stop)
+    return texts[0].text
 
 
 def sample_images(

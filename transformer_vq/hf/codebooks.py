@@ -28,15 +28,11 @@ from transformer_vq.parallel.data_parallel import default_group, total_usage
 class CodebookUpdates(Stack):
     """Collects the code usage of training passes and applies it after each optimizer step."""
 
-    codebooks_frozen: bool = False
-    """Whether training leaves all codebooks unchanged."""
+    codebooks_frozen: bool = False  # whether training leaves all codebooks unchanged
     code_usage: tuple[CodeUsage, ...] | None = None
     """Sum over the training passes since the last optimizer step, or None."""
     _n_passes: int = 0
     _warned_frozen: bool = False
-
-    def codebook_layers(self) -> list[VQAttention]:
-        return [branch for branch in self.branches if isinstance(branch, VQAttention)]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def add_usage(self, usages: tuple[CodeUsage, ...]) -> None:
@@ -47,8 +43,7 @@ class CodebookUpdates(Stack):
         if len(frozen) == len(self.codebook_layers()):
             self._warn_if_adapted()
             return
-        before = self.code_usage
-        self.code_usage = usages if before is None else add_usages(before, usages)
+        self.code_usage = add_usages(self.code_usage, usages)
         self._n_passes += 1
         _PENDING[self] = None
 
@@ -61,10 +56,10 @@ class CodebookUpdates(Stack):
         """
         if code_usage is None and self.code_usage is not None:
             code_usage = total_usage(self.code_usage, default_group())
-        if code_usage is not None:
-            for layer, usage in zip(self.codebook_layers(), code_usage, strict=True):
-                if self._follows(layer):
-                    layer.update_codebook(usage)
+        pairs = () if code_usage is None else zip(self.codebook_layers(), code_usage, strict=True)
+        for layer, usage in pairs:
+            if self._follows(layer):
+                layer.update_codebook(usage)
         self.drop_code_usage()
 
     def drop_code_usage(self) -> None:
@@ -94,9 +89,8 @@ class CodebookUpdates(Stack):
         Not if the layer is frozen, as under an adapter (PEFT): files of adapters do not contain
         codebooks, unless the adapter wraps the quantizer (`modules_to_save=["quantizer"]`).
         """
-        if self.codebooks_frozen:
-            return False
-        return layer.u.requires_grad or not isinstance(layer.quantizer, VectorQuantizer)
+        is_trained = layer.u.requires_grad or not isinstance(layer.quantizer, VectorQuantizer)
+        return is_trained and not self.codebooks_frozen
 
     def _warn_if_adapted(self) -> None:
         """Warn once if layers are trained, but by an adapter that cannot save their codebooks."""
@@ -104,12 +98,10 @@ class CodebookUpdates(Stack):
             return
         if any(p.requires_grad for layer in self.codebook_layers() for p in layer.parameters()):
             self._warned_frozen = True
-            warnings.warn(
-                "the codebooks are not trained, because the base weights of their layers are "
-                "frozen; to train them with a PEFT adapter and save them in its files, use "
-                "modules_to_save=['quantizer']; freeze_codebooks() hides this warning",
-                stacklevel=2,
-            )
+            problem = "the codebooks are not trained: the base weights of their layers are frozen"
+            fix = "to train and save them with a PEFT adapter, use modules_to_save=['quantizer']"
+            hint = "freeze_codebooks() hides this warning"
+            warnings.warn(f"{problem}; {fix}; {hint}", stacklevel=2)
 
 
 _PENDING: weakref.WeakKeyDictionary[CodebookUpdates, None] = weakref.WeakKeyDictionary()

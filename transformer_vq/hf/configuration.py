@@ -8,7 +8,7 @@ package, so that models have one implementation and one set of registered classe
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -90,11 +90,9 @@ class TransformerVQConfig(FixedAutoMap, PreTrainedConfig):
         given = {name: kwargs.pop(name, default) for name, default in _DEFAULTS.items()}
         for name, value in asdict(ModelConfig(**given)).items():
             setattr(self, name, value)
-        self.use_cache = use_cache
-        self.bos_token_id = bos_token_id
-        self.eos_token_id = eos_token_id
+        self.use_cache, self.max_position_embeddings = use_cache, max_position_embeddings
+        self.bos_token_id, self.eos_token_id = bos_token_id, eos_token_id
         self.pad_token_id = pad_token_id
-        self.max_position_embeddings = max_position_embeddings
         super().__init__(**(kwargs | {"auto_map": dict(AUTO_MAP)}))
 
     def save_pretrained(
@@ -110,9 +108,7 @@ class TransformerVQConfig(FixedAutoMap, PreTrainedConfig):
         return cls(**asdict(config), **kwargs)
 
     def to_model_config(self) -> ModelConfig:
-        return ModelConfig(
-            **{field.name: getattr(self, field.name) for field in fields(ModelConfig)}
-        )
+        return ModelConfig(**{name: getattr(self, name) for name in _DEFAULTS})
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, and the numbers of heads, which tools such as PEFT look up."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,15 +11,9 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils import logging
 
+from transformer_vq.data import tokenizers
 from transformer_vq.data.chat_template import read_chat_template, writes_special_tokens
-from transformer_vq.data.tokenizers import (
-    CONFIG_FILE,
-    JSON_FILE,
-    MODEL_FILE,
-    TEMPLATE_FILE,
-    TOKENIZER_FILES,
-    HFTokenizer,
-)
+from transformer_vq.data.tokenizers import TEMPLATE_FILE, HFTokenizer
 from transformer_vq.errors import UserError
 from transformer_vq.files import atomic_folder, read_json, write_json, write_manifest, write_text
 from transformer_vq.hf.model_card import model_card
@@ -65,7 +58,7 @@ def export(
     tokenizer = read_tokenizer(run)
     if tokenizer.vocab_size != model.config.vocab_size:
         sizes = f"{model.config.vocab_size} tokens, the tokenizer {tokenizer.vocab_size}"
-        files = " or ".join(TOKENIZER_FILES)
+        files = " or ".join(tokenizers.TOKENIZER_FILES)
         raise CheckpointError(f"{run}: the model has {sizes}; check that {files} is not missing")
     for parameter in model.parameters():  # buffers stay float32, because they are codebooks
         parameter.data = parameter.data.to(getattr(torch, dtype))
@@ -76,13 +69,15 @@ def export(
     )
     card = model_card(run, name or folder.absolute().name, model, which, license_id)
     try:
-        with atomic_folder(folder) as partial:
-            with _without_progress_bars():
-                wrapped.save_pretrained(partial)
+        with atomic_folder(folder) as partial, ExitStack() as restored:
+            if logging.is_progress_bar_enabled():
+                logging.disable_progress_bar()
+                restored.callback(logging.enable_progress_bar)
+            wrapped.save_pretrained(partial)
             if isinstance(tokenizer, HFTokenizer):
                 _write_fast_tokenizer(tokenizer, partial, template)
             elif not has_images:
-                vocabulary = run / MODEL_FILE
+                vocabulary = run / tokenizers.MODEL_FILE
                 own = TransformerVQTokenizer(
                     str(vocabulary) if vocabulary.is_file() else None,
                     end_of_document=tokenizer.eod is not None,
@@ -123,7 +118,7 @@ def _write_fast_tokenizer(tokenizer: HFTokenizer, folder: Path, template: str | 
     Padding is on the left and uses the bos id. template: replaces that of the tokenizer.
     """
     tokenizer.save(folder)
-    added = read_json(folder / JSON_FILE).get("added_tokens") or ()
+    added = read_json(folder / tokenizers.JSON_FILE).get("added_tokens") or ()
     special = [token["content"] for token in added if token.get("special")]
     chosen = tokenizer.settings.get("chat_template") if template is None else template
     bos = tokenizer.names[tokenizer.bos]
@@ -142,15 +137,4 @@ def _write_fast_tokenizer(tokenizer: HFTokenizer, folder: Path, template: str | 
         write_text(folder / TEMPLATE_FILE, chosen)
     elif chosen is not None:  # several templates with names
         config["chat_template"] = chosen
-    write_json(folder / CONFIG_FILE, config)
-
-
-@contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    is_enabled = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            logging.enable_progress_bar()
+    write_json(folder / tokenizers.CONFIG_FILE, config)

@@ -20,8 +20,7 @@ from transformer_vq.training.metrics import finite, read_metrics
 from transformer_vq.training.packaged import ABOUT, is_packaged
 from transformer_vq.training.run_list import model_step
 
-SMALL = 100_000_000
-"""Parameters below which the card warns about the size."""
+SMALL = 100_000_000  # parameters below which the card warns about the size
 HUB_NAME = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
 """Names that the Hub accepts as `base_model`; it rejects a card with any other."""
 TEMPLATE = Path(__file__).with_name("model_card.md")

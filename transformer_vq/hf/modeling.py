@@ -24,7 +24,7 @@ from transformer_vq.hf.cache import TransformerVQCache
 from transformer_vq.hf.codebooks import CodebookUpdates
 from transformer_vq.hf.configuration import FixedAutoMap, TransformerVQConfig
 from transformer_vq.nn.attention import AttentionLayer
-from transformer_vq.nn.layers import Head, ScaledSinusoids
+from transformer_vq.nn.layers import Head, ScaledSinusoids, init_linear
 from transformer_vq.nn.model import (
     ModelState,
     StackOutput,
@@ -107,8 +107,18 @@ class TransformerVQLayers(CodebookUpdates):
             output_hidden_states = self.settings.output_hidden_states
         is_prefill = not torch.is_grad_enabled() and not output_hidden_states
         if n_last is not None and is_prefill and seq_len > SEGMENT_LEN:
-            output = self._run_prompt(input_ids, inputs_embeds, state, valid, document_ids, n_last)
-            commit_loss = None
+
+            def run(start: int, stop: int, state: ModelState, n: int) -> tuple[Tensor, ModelState]:
+                all_columns = (input_ids, valid, document_ids, inputs_embeds)
+                ids, mask, documents, x = (
+                    y if y is None else y[:, start:stop] for y in all_columns
+                )
+                output = self.run(ids, state, mask, documents, embeds=x)
+                return last_columns(output.x, n), output.state
+
+            state = self.init_state(n_rows, given.device) if state is None else state
+            x, state = run_segments(run, seq_len, state, n_last=n_last)
+            output, commit_loss = StackOutput(x, state, x.new_zeros(()), ()), None
         else:
             uses_priority = self.training and self.uses_candidates
             output = self.run(
@@ -131,30 +141,6 @@ class TransformerVQLayers(CodebookUpdates):
             hidden_states=output.hidden,
             commit_loss=commit_loss,
         )
-
-    def _run_prompt(
-        self,
-        tokens: Tensor | None,
-        embeds: Tensor | None,
-        state: ModelState | None,
-        valid: Tensor | None,
-        document_ids: Tensor | None,
-        n_last: int,
-    ) -> StackOutput:
-        """Run a long prompt in segments; the features of the last `n_last` tokens are kept."""
-        given = embeds if tokens is None else tokens
-        assert given is not None
-
-        def run(start: int, stop: int, state: ModelState, n: int) -> tuple[Tensor, ModelState]:
-            given = (tokens, valid, document_ids, embeds)
-            ids, mask, documents, x = (y if y is None else y[:, start:stop] for y in given)
-            output = self.run(ids, state, mask, documents, embeds=x)
-            return last_columns(output.x, n), output.state
-
-        if state is None:
-            state = self.init_state(given.shape[0], given.device)
-        x, state = run_segments(run, given.shape[1], state, n_last=n_last)
-        return StackOutput(x, state, x.new_zeros(()), ())
 
 
 class TransformerVQPreTrainedModel(FixedAutoMap, PreTrainedModel):
@@ -199,20 +185,14 @@ class TransformerVQPreTrainedModel(FixedAutoMap, PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Draw the initial weights of the core model, including its codebooks."""
         if isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=module.in_features**-0.5)
-            if module.bias is not None:
-                init.zeros_(module.bias)
-        elif isinstance(module, nn.Embedding):
-            init.normal_(module.weight)
+            init_linear(module)
+        elif isinstance(module, nn.Embedding | VectorQuantizer):
+            module.reset_parameters()
         elif isinstance(module, AttentionLayer):
             init.zeros_(module.u)
             init.zeros_(module.v)
         elif isinstance(module, ScaledSinusoids):
             init.zeros_(module.scale)
-        elif isinstance(module, VectorQuantizer):
-            init.normal_(module.c_sum, std=module.c_sum.shape[1] ** -0.5)
-            init.ones_(module.c_count)
-            init.constant_(module.started, float(module.codebook_init == "random"))
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -277,8 +257,7 @@ class TransformerVQForCausalLM(TransformerVQPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: TransformerVQConfig) -> None:
         super().__init__(config)
-        bias = not config.tie_word_embeddings
-        self.lm_head = Head(config.hidden_size, config.vocab_size, bias)
+        self.lm_head = Head(config.hidden_size, config.vocab_size, not config.tie_word_embeddings)
         self.post_init()
 
     @classmethod
@@ -341,21 +320,15 @@ class TransformerVQForCausalLM(TransformerVQPreTrainedModel, GenerationMixin):
         if labels is not None:
             assert output.commit_loss is not None  # labels need all features: no segments
             loss = self._loss(logits, labels, output.commit_loss, **kwargs)
-        return TransformerVQOutput(
-            loss=loss,
-            logits=logits,
-            past_key_values=output.past_key_values,
-            hidden_states=output.hidden_states,
-            commit_loss=output.commit_loss,
-        )
+        shared = {x: output[x] for x in output if x != "last_hidden_state"}
+        return TransformerVQOutput(loss=loss, logits=logits, **shared)
 
     def _loss(self, logits: Tensor, labels: Tensor, commit_loss: Tensor, **kwargs: Any) -> Tensor:
         loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
         if kwargs.get("num_items_in_batch") is not None:
             # With gradient accumulation, this batch is only a fraction of the optimizer step.
-            targets = kwargs.get("shift_labels")
-            targets = labels[:, 1:] if targets is None else targets
-            n_targets = (targets != -100).sum()
+            shifted = kwargs.get("shift_labels")
+            n_targets = ((labels[:, 1:] if shifted is None else shifted) != -100).sum()
             commit_loss = commit_loss * n_targets / kwargs["num_items_in_batch"]
         total: Tensor = loss + self.config.commit_coef * commit_loss
         return total

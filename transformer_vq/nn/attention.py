@@ -22,24 +22,10 @@ from transformer_vq.config import AttentionConfig, Backend, Heads, Reduction
 from transformer_vq.errors import UserError
 from transformer_vq.nn.layers import draw_keep, gated, is_plain, linear, local, rms_norm
 from transformer_vq.nn.quantizer import CodeUsage, FindCode, VectorQuantizer, token_priority
-from transformer_vq.ops import triton
+from transformer_vq.ops import packing as pack
+from transformer_vq.ops import position, triton
 from transformer_vq.ops.blockwise import attend_segment
-from transformer_vq.ops.packing import (
-    AttentionInputs,
-    Packing,
-    newest,
-    next_position,
-    read_packing,
-    segment_lens,
-    split,
-    visible_keys,
-)
-from transformer_vq.ops.position import (
-    causal_bias,
-    relative_sinusoids,
-    scores_of_few_queries,
-    with_few_queries,
-)
+from transformer_vq.ops.packing import AttentionInputs, Packing
 from transformer_vq.ops.quadratic import quadratic_attention
 from transformer_vq.ops.reductions import check_method
 from transformer_vq.ops.runtime import execution_on, tensor_tree
@@ -54,9 +40,8 @@ State = TypeVar("State", bound=AttentionState)
 class AttentionOutput(Generic[State]):
     """The output of an attention layer.
 
-    y: [b, t, d_model] the residual branch, state: the state after this segment, code_usage: the
-    codebook statistics of this batch, None for full attention and, in evaluation mode, without
-    gradients.
+    y: [b, t, d_model] the residual branch, state: after this segment, code_usage: the codebook
+    statistics of this batch, None for full attention and, in evaluation mode, without gradients.
     """
 
     y: Tensor
@@ -138,7 +123,7 @@ class AttentionLayer(nn.Module, Generic[State]):
             sinusoids = self.sinusoids(state, x.shape[1])
         is_gathered = packing is not None
         if packing is None:
-            packing = read_packing(state, x.shape[1], valid, document_ids)
+            packing = pack.read_packing(state, x.shape[1], valid, document_ids)
         if packing is not None and not is_gathered:
             x = packing.gather(x)
             key_priority = None if key_priority is None else packing.gather(key_priority)
@@ -149,14 +134,10 @@ class AttentionLayer(nn.Module, Generic[State]):
         return replace(output, y=y, state=replace(output.state, document=packing.document))
 
     def sinusoids(self, state: AttentionState, seq_len: int) -> Tensor:
-        """Return the sinusoids of all distances of a segment; layers of one shape share them."""
-        return relative_sinusoids(
-            self.max_distance(state, seq_len),
-            self.config.d_model,
-            self.config.pe_wavelength,
-            self.u.dtype,
-            state.k.device,
-        )
+        """Return the sinusoids of all distances of a segment, farthest first: [d, d_model]."""
+        distances = torch.arange(self.max_distance(state, seq_len), -1, -1, device=state.k.device)
+        width, wavelength = self.config.d_model, self.config.pe_wavelength
+        return position.sinusoids(distances, width, wavelength, self.u.dtype)
 
     def relative_keys(self, table: Tensor) -> Tensor:
         """Return r, the projected sinusoids. table: [d, d_model] -> [h, d, k]."""
@@ -187,10 +168,8 @@ class AttentionLayer(nn.Module, Generic[State]):
         """Return queries for content, q + u, and for position, q + v: [b, h, g, t, k] each."""
         q = self.q_proj(x).unflatten(-1, (self.n_kv_head, self.n_group, self.d_k))
         q = rms_norm(q).permute(0, 2, 3, 1, 4)
-        of_content, of_position = (
-            (q + bias.unsqueeze(2)) * self.d_k**-0.25
-            for bias in (self.content_bias, self.position_bias)
-        )
+        biases = self.content_bias, self.position_bias
+        of_content, of_position = ((q + x.unsqueeze(2)) * self.d_k**-0.25 for x in biases)
         return of_content, of_position
 
     def keys_and_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,18 +188,16 @@ class AttentionLayer(nn.Module, Generic[State]):
         """Return the positional scores of each query for each distance: [b, h, g, t, d]."""
         table = sinusoids if mask is None else sinusoids * mask / (1 - self.config.p_dropsin)
         table = table.to(q.dtype)
-        if with_few_queries(q, table) and is_plain(self.r_proj):  # decoding
+        if position.with_few_queries(q, table) and is_plain(self.r_proj):  # decoding
             weight = self.r_proj.weight.unflatten(0, (self.n_kv_head, self.d_k))
-            return scores_of_few_queries(q, weight * self.d_k**-0.25, table)
+            return position.scores_of_few_queries(q, weight * self.d_k**-0.25, table)
         return torch.einsum("bhgik,hdk->bhgid", q, self.relative_keys(table))
 
     def check_state(self, state: AttentionState, batch_size: int) -> None:
         """Raise ValueError if a state does not fit the layer and the batch."""
         if state.k.shape[0] != batch_size:
-            raise ValueError(
-                f"state has a batch size of {state.k.shape[0]}, the input has {batch_size} rows; "
-                "use init_state(batch_size) or state.select(rows)"
-            )
+            problem = f"state has a batch size of {len(state.k)}, the input has {batch_size} rows"
+            raise ValueError(f"{problem}; use init_state(batch_size) or state.select(rows)")
         found = {"keys": state.k, "values": state.v}
         if isinstance(state, VQState):
             found["codes"] = state.z
@@ -231,10 +208,9 @@ class AttentionLayer(nn.Module, Generic[State]):
         for name in ("keys", "values", "codes", "cache"):
             got, want = shapes.get(name), wanted.get(name)
             if got != want:
-                raise ValueError(
-                    f"state comes from another model: its {name} have shape {got} per row, "
-                    f"this layer needs {want}; start from init_state(batch_size)"
-                )
+                problem = f"its {name} have shape {got} per row, this layer needs {want}"
+                fix = "start from init_state(batch_size)"
+                raise ValueError(f"state comes from another model: {problem}; {fix}")
 
 
 class VQAttention(AttentionLayer[VQState]):
@@ -266,14 +242,9 @@ class VQAttention(AttentionLayer[VQState]):
             raise UserError("VQAttention needs attention='vq'; use FullAttention instead")
         super().__init__(config, checkpoint_activations)
         self.set_method(reduction, backend)
-        self.quantizer = VectorQuantizer(
-            config.n_code,
-            self.d_k,
-            self.n_kv_head,
-            ema_decay=config.ema_decay,
-            codebook_init=config.codebook_init,
-            revive_below=config.revive_below,
-        )
+        names = ("ema_decay", "codebook_init", "revive_below")
+        rules: dict[str, Any] = {name: getattr(config, name) for name in names}
+        self.quantizer = VectorQuantizer(config.n_code, self.d_k, self.n_kv_head, **rules)
         self.exchange: Callable[[AttentionInputs, VQState], VQState] | None = None
         """Context parallelism: in training, returns the state before this rank's shard."""
 
@@ -331,11 +302,12 @@ class VQAttention(AttentionLayer[VQState]):
             key_priority = token_priority(x.shape[0], x.shape[1], valid, x.device)
         n_rows, seq_len = x.shape[:2]
         max_len = self.segment_len(n_rows, seq_len, x.device)
-        lens = segment_lens(seq_len, self.config.block_len, max_len)
-        packings = [None] * len(lens) if packing is None else packing.split(lens)
-        priorities = [None] * len(lens) if key_priority is None else split(key_priority, lens, 1)
+        lens = pack.segment_lens(seq_len, self.config.block_len, max_len)
+        none = [None] * len(lens)
+        packings = none if packing is None else packing.split(lens)
+        priorities = none if key_priority is None else pack.split(key_priority, lens, 1)
         outputs: list[AttentionOutput[VQState]] = []
-        for segment in zip(split(x, lens, 1), packings, priorities, strict=True):
+        for segment in zip(pack.split(x, lens, 1), packings, priorities, strict=True):
             outputs.append(super()._attend(*segment, state, sinusoids))
             state = outputs[-1].state
         return _join(outputs, packings)
@@ -360,13 +332,8 @@ class VQAttention(AttentionLayer[VQState]):
         )
         if self.exchange is not None and self._is_sharded():
             state = self.exchange(segment, state)
-        wv, state = attend_segment(
-            segment,
-            state,
-            reduction=self.reduction,
-            backend=self.backend,
-            grad_through_cache=self.config.grad_through_cache,
-        )
+        method = self.reduction, self.backend, self.config.grad_through_cache
+        wv, state = attend_segment(segment, state, *method)
         y = self.residual(wv, x_tilde)
         return AttentionOutput(y, state, quantized.commit_loss, quantized.usage)
 
@@ -395,11 +362,10 @@ class VQAttention(AttentionLayer[VQState]):
         return replace(state, sinusoid_mask=mask)
 
     def _state_shapes(self, state: AttentionState) -> dict[str, tuple[int, ...]]:
-        config, h = self.config, self.n_kv_head
-        n = config.block_len
+        h, n = self.n_kv_head, self.config.block_len
         shapes = {"keys": (h, n, self.d_k), "values": (h, n, self.d_v), "codes": (h, n)}
-        cache = {"cache": (h, config.n_code, self.d_v)}
-        return shapes | cache if config.compressive_cache else shapes
+        cache = {"cache": (h, self.config.n_code, self.d_v)}
+        return shapes | cache if self.config.compressive_cache else shapes
 
 
 class FullAttention(AttentionLayer[FullState]):
@@ -437,20 +403,20 @@ class FullAttention(AttentionLayer[FullState]):
         k_all = torch.cat([state.k.to(k.dtype), k], dim=-2)
         v_all = torch.cat([state.v.to(v.dtype), v], dim=-2)
         mask = self._sinusoid_mask(state, n_past + seq_len)
-        bias = causal_bias(self.by_distance(q_position, sinusoids, mask))
+        bias = position.causal_bias(self.by_distance(q_position, sinusoids, mask))
         length = None
         if packing is not None:
             length = packing.length
-            visible, _ = visible_keys(packing, n_past, n_blocks=1)
+            visible, _ = pack.visible_keys(packing, n_past, n_blocks=1)
             bias = bias.masked_fill(~visible[:, :, None].transpose(1, 2), -torch.inf)
         elif n_past > 0:  # rows that were reset have empty slots
             empty = ~state.window_valid
             bias = bias.masked_fill(F.pad(empty, (0, seq_len))[:, None, None, None], -torch.inf)
         wv = quadratic_attention(q_content, k_all, v_all, bias)
         after = FullState(
-            k=k_all if length is None else newest(state.k, k, n_past + seq_len, length, dim=-2),
-            v=v_all if length is None else newest(state.v, v, n_past + seq_len, length, dim=-2),
-            position=next_position(state.position, seq_len, packing),
+            k_all if length is None else pack.newest(state.k, k, n_past + seq_len, length, dim=-2),
+            v_all if length is None else pack.newest(state.v, v, n_past + seq_len, length, dim=-2),
+            pack.next_position(state.position, seq_len, packing),
             document=state.document,
             sinusoid_mask=mask,
         )

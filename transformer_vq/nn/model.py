@@ -54,10 +54,9 @@ class ModelState(RowState):
 
     def to_tensors(self, prefix: str = "state") -> dict[str, Tensor]:
         """Return all tensors by name, such as `state/layers/0/cache/mean`."""
-        found, _ = tree_flatten_with_path(self)
-        names = [keystr(path).replace("[", "/").replace("]", "") for path, _ in found]
-        tensors = zip(names, (x for _, x in found), strict=True)
-        return {prefix + name.replace(".", "/"): x for name, x in tensors if isinstance(x, Tensor)}
+        found = {keystr(path): x for path, x in tree_flatten_with_path(self)[0]}
+        table = str.maketrans({"[": "/", ".": "/", "]": None})
+        return {prefix + n.translate(table): x for n, x in found.items() if isinstance(x, Tensor)}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str = "state") -> ModelState:
@@ -101,7 +100,6 @@ class Stack(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        *,
         reduction: Reduction = "auto",
         backend: Backend = "auto",
         checkpoint_activations: bool = False,
@@ -109,11 +107,9 @@ class Stack(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.d_model)
-        self.positions = (
-            ScaledSinusoids(config.d_model, config.pe_wavelength)
-            if config.absolute_positions
-            else None
-        )
+        self.positions: ScaledSinusoids | None = None
+        if config.absolute_positions:
+            self.positions = ScaledSinusoids(config.d_model, config.pe_wavelength)
         self.branches = nn.ModuleList(
             branch
             for _ in range(config.n_layer)
@@ -123,11 +119,14 @@ class Stack(nn.Module):
     def _attentions(self) -> list[VQAttention | FullAttention]:
         return [b for b in self.branches if isinstance(b, (VQAttention, FullAttention))]
 
+    def codebook_layers(self) -> list[VQAttention]:
+        """Return the layers that have a codebook; none for full attention."""
+        return [b for b in self.branches if isinstance(b, VQAttention)]
+
     @property
     def uses_candidates(self) -> bool:
         """Whether training replaces codes with keys, at the start or later."""
-        layers = [layer for layer in self._attentions() if isinstance(layer, VQAttention)]
-        return any(layer.quantizer.uses_candidates for layer in layers)
+        return any(layer.quantizer.uses_candidates for layer in self.codebook_layers())
 
     def set_execution(
         self,
@@ -174,10 +173,11 @@ class Stack(nn.Module):
             if valid is not None and valid.shape == tokens.shape and valid.dtype == torch.bool:
                 tokens = tokens.masked_fill(~valid, 0)  # padding may have any number
             self.check_tokens(tokens)
-        self._check_state(given, state)
+        n_rows, seq_len = given.shape[:2]
         if state is None:
-            state = self.init_state(given.shape[0], given.device)
-        seq_len = given.shape[1]
+            state = self.init_state(n_rows, given.device)
+        else:
+            self._check_state(n_rows, state)
         packing = read_packing(state.layers[0], seq_len, valid, document_ids)
         if tokens is not None:
             embeds = self.embed((tokens if packing is None else packing.gather(tokens)).long())
@@ -219,16 +219,12 @@ class Stack(nn.Module):
             x = x.to(y.device) + y  # the branches may be on several devices
             if keep_hidden and i % 2 == 1 and i + 1 < len(self.branches):
                 hidden.append(x)
-        x = self.finish(x)
-        if keep_hidden:
-            hidden.append(x)
+        hidden.append(self.finish(x))
         if packing is not None:
-            x = packing.scatter(x)
-            hidden = [packing.scatter(h) for h in hidden[:-1]] + [x]
+            hidden = [packing.scatter(h) for h in (hidden if keep_hidden else hidden[-1:])]
+        kept = tuple(hidden) if keep_hidden else None
         after = ModelState(tuple(states), branch_keep)
-        return StackOutput(
-            x, after, commit_loss, tuple(usages), tuple(hidden) if keep_hidden else None
-        )
+        return StackOutput(hidden[-1], after, commit_loss, tuple(usages), kept)
 
     def finish(self, x: Tensor) -> Tensor:
         """Return the features from the output of the last branch: [..., d_model]."""
@@ -237,12 +233,11 @@ class Stack(nn.Module):
     @torch.no_grad()
     def update_codebooks(self, code_usage: Sequence[CodeUsage]) -> None:
         """Move every codebook toward the keys of `code_usage`; call once per optimizer step."""
-        layers = [layer for layer in self._attentions() if isinstance(layer, VQAttention)]
+        layers = self.codebook_layers()
         if len(layers) != len(code_usage):
-            raise ValueError(
-                f"code_usage has {len(code_usage)} entries for {len(layers)} codebooks; take it "
-                "from a forward pass in training mode or with gradients"
-            )
+            problem = f"code_usage has {len(code_usage)} entries for {len(layers)} codebooks"
+            fix = "take it from a forward pass in training mode or with gradients"
+            raise ValueError(f"{problem}; {fix}")
         for layer, usage in zip(layers, code_usage, strict=True):
             layer.update_codebook(usage)
 
@@ -268,25 +263,20 @@ class Stack(nn.Module):
         size = self.config.vocab_size
 
         def error() -> ValueError:
-            token = int(low if low < 0 else high)
-            return ValueError(
-                f"token {token} is outside the vocabulary of {size}; check the tokenizer, or "
-                "vocab_size in ModelConfig"
-            )
+            problem = f"token {int(low if low < 0 else high)} is outside the vocabulary of {size}"
+            return ValueError(f"{problem}; check the tokenizer, or vocab_size in ModelConfig")
 
         check_values((low >= 0) & (high < size), "a token is outside the vocabulary", error)
 
-    def _check_state(self, given: Tensor, state: ModelState | None) -> None:
-        """Check that a state fits the model and the batch; given: tokens or embeddings."""
-        if state is None:
-            return
-        if len(state.layers) != len(self._attentions()):
-            raise ValueError(
-                f"state comes from another model: it has {len(state.layers)} attention layers, "
-                f"this one {len(self._attentions())}; start from init_state(batch_size)"
-            )
-        for layer, layer_state in zip(self._attentions(), state.layers, strict=True):
-            layer.check_state(layer_state, given.shape[0])
+    def _check_state(self, batch_size: int, state: ModelState) -> None:
+        """Raise ValueError if a state does not fit the model and the batch."""
+        layers, n_found = self._attentions(), len(state.layers)
+        if n_found != len(layers):
+            problem = f"it has {n_found} attention layers, this one {len(layers)}"
+            fix = "start from init_state(batch_size)"
+            raise ValueError(f"state comes from another model: {problem}; {fix}")
+        for layer, layer_state in zip(layers, state.layers, strict=True):
+            layer.check_state(layer_state, batch_size)
 
 
 def _layer(
@@ -358,12 +348,7 @@ class TransformerVQ(Stack):
         backend: Backend = "auto",
         checkpoint_activations: bool = False,
     ) -> None:
-        super().__init__(
-            config,
-            reduction=reduction,
-            backend=backend,
-            checkpoint_activations=checkpoint_activations,
-        )
+        super().__init__(config, reduction, backend, checkpoint_activations)
         if config.tie_embeddings:
             with meta_device():
                 self.head = Head(config.d_model, config.vocab_size, bias=False)
@@ -428,9 +413,7 @@ class TransformerVQ(Stack):
         weight or codebook is NaN or infinite.
         """
         if (Path(path) / "checkpoints").is_dir():
-            raise UserError(
-                f"{path} is a run folder, not a model file; use transformer_vq.load_run"
-            )
+            raise UserError(f"{path} is a run folder, not a model; use transformer_vq.load_run")
         tensors, metadata = read_tensors(Path(path))
         if "config" not in metadata:
             raise UserError(f"{path} has no model config; was it written by TransformerVQ.save?")
@@ -441,19 +424,18 @@ class TransformerVQ(Stack):
         # Before anything is built: the config of another model could need any amount of memory.
         n_branches = len({name.split(".")[1] for name in tensors if name.startswith("branches.")})
         if n_branches != 2 * config.n_layer:
-            raise UserError(
-                f"{path} has the tensors of {n_branches // 2} layers, its config says "
-                f"{config.n_layer}; write it again with TransformerVQ.save"
+            problem = (
+                f"has the tensors of {n_branches // 2} layers, its config says {config.n_layer}"
             )
+            raise UserError(f"{path} {problem}; write it again with TransformerVQ.save")
         with meta_device():
             model = cls(config)
         wanted = {name: x.shape for name, x in model.state_dict().items()}
         found = {name: x.shape for name, x in tensors.items()}
         if wrong := sorted(name for name in wanted | found if wanted.get(name) != found.get(name)):
-            raise UserError(
-                f"{path} does not fit its own config: {wrong[0]} and {len(wrong) - 1} more tensors "
-                "are missing, unknown or of another shape"
-            )
+            what = f"{wrong[0]} and {len(wrong) - 1} more tensors"
+            problem = f"{what} are missing, unknown or of another shape"
+            raise UserError(f"{path} does not fit its own config: {problem}")
         check_tensors(path, tensors, model)
         model.load_state_dict(tensors, assign=True)
         return model if device is None else model.to(device)
@@ -473,10 +455,8 @@ def check_tensors(source: object, tensors: Mapping[str, Tensor], model: nn.Modul
         expected = dtype if wanted.is_floating_point() else wanted.dtype
         is_codebook = wanted.is_floating_point() and name not in parameters
         if found != expected and not (is_codebook and found in FLOATS):
-            raise UserError(
-                f"{source}: {name} is {found}, expected {expected}; write it again with "
-                "TransformerVQ.save"
-            )
+            problem = f"{name} is {found}, expected {expected}"
+            raise UserError(f"{source}: {problem}; write it again with TransformerVQ.save")
     check_finite(source, tensors)
 
 
@@ -484,9 +464,8 @@ def check_finite(source: object, tensors: Mapping[str, Tensor]) -> None:
     """Raise NotFiniteError if a tensor contains NaN or infinity. source: as in `check_tensors`."""
     for name, x in tensors.items():
         if not x.isfinite().all():
-            raise NotFiniteError(
-                f"{source}: {name} contains NaN or infinity; use another checkpoint or file"
-            )
+            problem = f"{source}: {name} contains NaN or infinity"
+            raise NotFiniteError(f"{problem}; use another checkpoint or file")
 
 
 def last_columns(x: Tensor, n: int) -> Tensor:

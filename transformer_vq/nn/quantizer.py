@@ -21,10 +21,7 @@ from transformer_vq.ops.runtime import full_precision, is_readable, tensor_tree
 
 NO_CANDIDATE = 2**62  # priority of an empty slot, above all others
 MAX_UNUSED = 1024  # training passes without an update of the codebook before a warning
-
-
-FindCode = Callable[[Tensor, Tensor], Tensor]
-"""Codes of keys from a codebook; see `nearest_code`."""
+FindCode = Callable[[Tensor, Tensor], Tensor]  # codes of keys from a codebook; see `nearest_code`
 
 
 class NotFiniteError(UserError):
@@ -67,14 +64,9 @@ class CodeUsage:
             assert priority is not None and other.priority is not None  # noqa: PT018
             priority, order = lowest(torch.cat([priority, other.priority]), len(priority))
             candidates = torch.cat([candidates, other.candidates], dim=1)[:, order]
-        return CodeUsage(
-            self.sum + other.sum,
-            self.count + other.count,
-            self.error + other.error,
-            self.energy + other.energy,
-            candidates,
-            priority,
-        )
+        total, count = self.sum + other.sum, self.count + other.count
+        error, energy = self.error + other.error, self.energy + other.energy
+        return CodeUsage(total, count, error, energy, candidates, priority)
 
     def health(self) -> CodebookHealth:
         """Return metrics averaged over heads; waits for a GPU."""
@@ -133,22 +125,17 @@ class VectorQuantizer(nn.Module):
         revive_below: float = 0.1,
     ) -> None:
         super().__init__()
-        sizes = {"n_code": n_code, "d_k": d_k, "n_head": n_head}
+        sizes = {"n_code": n_code, "d_k": d_k, "n_head": n_head}.items()
         for name, value, is_valid, wanted in (
-            *(
-                (n, x, isinstance(x, int) and x >= 1, "a positive integer")
-                for n, x in sizes.items()
-            ),
+            *((n, x, isinstance(x, int) and x >= 1, "a positive integer") for n, x in sizes),
             ("codebook_init", codebook_init, codebook_init in ("random", "keys"), "random or keys"),
             ("ema_decay", ema_decay, 0 <= ema_decay < 1, "a number from 0 to below 1"),
             ("revive_below", revive_below, revive_below >= 0, "a number of at least 0"),
         ):
             if not is_valid:
                 raise UserError(f"{name}={value!r}: must be {wanted}")
-        self.ema_decay = ema_decay
-        self.codebook_init = codebook_init
-        self.revive_below = revive_below
-        self._n_unused = 0
+        self.ema_decay, self.revive_below = ema_decay, revive_below
+        self.codebook_init, self._n_unused = codebook_init, 0
         self.register_buffer("c_sum", torch.empty(n_head, n_code, d_k))
         self.register_buffer("c_count", torch.empty(n_head, n_code))
         self.register_buffer("started", torch.empty((), dtype=torch.bool))
@@ -157,7 +144,7 @@ class VectorQuantizer(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.normal_(self.c_sum, std=self.c_sum.shape[1] ** -0.5)
         nn.init.ones_(self.c_count)
-        self.started.fill_(self.codebook_init == "random")
+        nn.init.constant_(self.started, self.codebook_init == "random")
 
     @property
     def codebook(self) -> Tensor:
@@ -187,10 +174,9 @@ class VectorQuantizer(nn.Module):
             n_head, _, d_k = self.c_sum.shape
             raise ValueError(f"keys have shape {tuple(k.shape)}, want [b, {n_head}, t, {d_k}]")
         if is_readable(k) and not torch.isfinite(k).all():
-            raise NotFiniteError(
-                "keys are not finite (NaN or inf), so they have no nearest code; look for a "
-                "diverged loss, a too large learning rate or bad input features"
-            )
+            problem = "keys are not finite (NaN or inf), so they have no nearest code"
+            fix = "look for a diverged loss, a too large learning rate or bad input features"
+            raise NotFiniteError(f"{problem}; {fix}")
         self._warn_if_unused()
         with full_precision(k.device):
             exact = k.to(accumulation_dtype(k.dtype))
@@ -238,22 +224,18 @@ class VectorQuantizer(nn.Module):
             return
         self._n_unused += 1
         if self._n_unused == MAX_UNUSED:
-            warnings.warn(
-                f"{MAX_UNUSED} training passes without an update of the codebook: keys drift away "
-                "from their codes; once per optimizer step, call update_codebook(code_usage) of "
-                "the layer or update_codebooks(code_usage) of the model",
-                stacklevel=2,
-            )
+            problem = f"{MAX_UNUSED} training passes without an update of the codebook"
+            fix = "update_codebook(code_usage) of the layer, or update_codebooks of the model"
+            why = "keys drift away from their codes"
+            warnings.warn(f"{problem}: {why}; once per step, call {fix}", stacklevel=2)
 
     @torch.no_grad()
     def update_codebook(self, code_usage: CodeUsage) -> None:
         """Set sums and counts to ema_decay * old + (1 - ema_decay) * batch; once per step."""
         usage, self._n_unused = code_usage, 0
         if usage.sum.shape != self.c_sum.shape:
-            raise ValueError(
-                f"usage of a codebook of shape {tuple(usage.sum.shape)} cannot update one of shape "
-                f"{tuple(self.c_sum.shape)}"
-            )
+            found, wanted = tuple(usage.sum.shape), tuple(self.c_sum.shape)
+            raise ValueError(f"usage of a codebook of shape {found} cannot update one of {wanted}")
         self.c_sum.mul_(self.ema_decay).add_(usage.sum, alpha=1 - self.ema_decay)
         self.c_count.mul_(self.ema_decay).add_(usage.count, alpha=1 - self.ema_decay)
         if usage.candidates is not None and usage.priority is not None:

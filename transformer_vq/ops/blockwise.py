@@ -15,19 +15,10 @@ import torch
 from torch import Tensor
 
 from transformer_vq.errors import UserError
+from transformer_vq.ops import packing as pack
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype, block_stats
 from transformer_vq.ops.fused import attend_blocks
-from transformer_vq.ops.packing import (
-    AttentionInputs,
-    Eviction,
-    Packing,
-    find_evictions,
-    newest,
-    next_position,
-    segment_lens,
-    shift_in,
-    visible_keys,
-)
+from transformer_vq.ops.packing import AttentionInputs, Eviction, Packing, shift_in
 from transformer_vq.ops.position import local_bias
 from transformer_vq.ops.quadratic import Phi, attention_weights
 from transformer_vq.ops.reductions import check_method, exclusive_prefix
@@ -80,15 +71,8 @@ def vq_attention(
     window_len = state.k.shape[-2]
     max_len = window_len if reduction == "input_scan" else inputs.seq_len
     outputs: list[Tensor] = []
-    for segment in inputs.split(segment_lens(inputs.seq_len, window_len, max_len)):
-        output, state = attend_segment(
-            segment,
-            state,
-            reduction=reduction,
-            backend=backend,
-            phi=phi,
-            grad_through_cache=grad_through_cache,
-        )
+    for segment in inputs.split(pack.segment_lens(inputs.seq_len, window_len, max_len)):
+        output, state = attend_segment(segment, state, reduction, backend, grad_through_cache, phi)
         outputs.append(output)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2), state
 
@@ -96,44 +80,44 @@ def vq_attention(
 def attend_segment(
     inputs: AttentionInputs,
     state: VQState,
-    *,
-    reduction: str = "auto",
-    backend: str = "auto",
+    reduction: str,
+    backend: str,
+    grad_through_cache: bool,
     phi: Phi | None = None,
-    grad_through_cache: bool = True,
 ) -> tuple[Tensor, VQState]:
     """Compute `vq_attention` for whole blocks, or for a single shorter one; nothing is checked."""
     n_blocks = max(1, inputs.seq_len // state.k.shape[-2])
-    evicted = find_evictions(state, inputs.packing, inputs.seq_len, n_blocks)
-    method = _method(reduction, backend, phi)
-    if method == "triton":
+    evicted = pack.find_evictions(state, inputs.packing, inputs.seq_len, n_blocks)
+    # The fused implementation is an autograd function, with a softmax, for eager mode. A compiler
+    # traces the plain operations instead, and fuses them itself.
+    if reduction == "auto" and (phi is not None or torch.compiler.is_compiling()):
+        reduction = "serial"
+    if backend == "triton":
         check_device(inputs.q.device)
         if phi is not None:
             raise UserError("backend='triton' has no phi, only the softmax; use backend='eager'")
         from transformer_vq.ops.triton.attention import attend_blocks as attend_triton
 
         output, cache = attend_triton(inputs, state, evicted, grad_through_cache)
-    elif method == "fused":
+    elif reduction == "auto":
         tile_queries = execution_on(inputs.q.device).tile_queries
         output, cache = attend_blocks(inputs, state, evicted, grad_through_cache, tile_queries)
     else:
-        output, cache = _plain_blocks(inputs, state, evicted, grad_through_cache, method, phi)
+        output, cache = _plain_blocks(inputs, state, evicted, grad_through_cache, reduction, phi)
     if cache is not None and evicted.kept is not None:
         cache = CacheStats(cache.mean, cache.count * evicted.kept.view(-1, 1, 1))
-    return output, _advance(state, inputs, cache)
-
-
-def _method(reduction: str, backend: str, phi: Phi | None) -> str:
-    """Return "triton", "fused", or the reduction of the plain implementation.
-
-    The fused implementation is an autograd function, with a softmax, for eager mode. A compiler
-    traces the plain operations instead, and fuses them itself.
-    """
-    if backend == "triton":
-        return "triton"
-    if reduction != "auto":
-        return reduction
-    return "serial" if phi is not None or torch.compiler.is_compiling() else "fused"
+    # The state after the segment: its newest tokens in the window, and the new cache.
+    window_len, packing = state.k.shape[-2], inputs.packing
+    length = None if packing is None else packing.length
+    after = replace(
+        state,
+        k=pack.newest(state.k, inputs.k_hat, window_len, length, dim=-2),
+        v=pack.newest(state.v, inputs.v, window_len, length, dim=-2),
+        z=pack.newest(state.z, inputs.z, window_len, length, dim=-1),
+        position=pack.next_position(state.position, inputs.seq_len, packing),
+        cache=cache,
+    )
+    return output, after
 
 
 def _check_inputs(inputs: AttentionInputs, state: VQState) -> None:
@@ -150,26 +134,10 @@ def _check_inputs(inputs: AttentionInputs, state: VQState) -> None:
     if inputs.by_distance is not None:
         shapes["by_distance"] = (inputs.by_distance, "bhgtd")
     check_shapes(**shapes)
-    window_len = state.k.shape[-2]
-    if inputs.by_distance is not None and inputs.by_distance.shape[-1] != window_len + 1:
-        raise ValueError(
-            f"by_distance has {inputs.by_distance.shape[-1]} distances, want {window_len + 1}: "
-            f"{window_len}, ..., 0 for the window of the state"
-        )
-
-
-def _advance(state: VQState, inputs: AttentionInputs, cache: CacheStats | None) -> VQState:
-    """Return the state after a segment: its newest tokens in the window, and the new cache."""
-    window_len, packing = state.k.shape[-2], inputs.packing
-    length = None if packing is None else packing.length
-    return replace(
-        state,
-        k=newest(state.k, inputs.k_hat, window_len, length, dim=-2),
-        v=newest(state.v, inputs.v, window_len, length, dim=-2),
-        z=newest(state.z, inputs.z, window_len, length, dim=-1),
-        position=next_position(state.position, inputs.seq_len, packing),
-        cache=cache,
-    )
+    n, bias = state.k.shape[-2], inputs.by_distance
+    if bias is not None and bias.shape[-1] != n + 1:
+        want = f"want {n + 1}: {n}, ..., 0 for the window of the state"
+        raise ValueError(f"by_distance has {bias.shape[-1]} distances, {want}")
 
 
 def _plain_blocks(
@@ -240,7 +208,7 @@ def _attend_plain(
     bias = local_bias(by_distance, older=0.0 if cache is not None else -torch.inf)
     sees_cache = None
     if inputs.packing is not None:
-        visible, sees_cache = visible_keys(inputs.packing, window_len, n_blocks=q.shape[3])
+        visible, sees_cache = pack.visible_keys(inputs.packing, window_len, n_blocks=q.shape[3])
         bias = bias.masked_fill(~visible[:, None, None], -torch.inf)
     scores_prev = torch.einsum("bhgrik,bhrjk->bhgrij", q, k_prev) + bias[..., :window_len]
     scores_present = torch.einsum("bhgrik,bhrjk->bhgrij", q, k_present) + bias[..., window_len:]

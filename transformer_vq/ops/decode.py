@@ -43,10 +43,8 @@ class DecodeState:
     z: tuple[Tensor, ...]
     log_count: Tensor
     position: Tensor
-    n_pending: Tensor
-    """Tokens in the free slot that are to be evicted, 0 or 1: [b] of int64."""
-    count: Tensor | None
-    """Number of tokens per code, [n r, S]; None without a cache."""
+    n_pending: Tensor  # tokens in the free slot that are to be evicted, 0 or 1: [b] of int64
+    count: Tensor | None  # number of tokens per code, [n r, S]; None without a cache
     mean: tuple[Tensor, ...] | None
     """Means in float32 or better, [r, S, v] per layer, if those in `values` have fewer bits."""
     k: tuple[Tensor, ...] | None
@@ -250,9 +248,16 @@ def attend_one_(token: Token, layer: int, step: Step) -> Tensor:
 
     The token is written to the window of the layer, and the evicted one to its cache.
     """
-    state = step.state
+    state, values = step.state, step.state.values[layer]
     z = state.z[layer].scatter_(1, step.slot, token.z.view(-1, 1))
-    values = _write_(token.v.flatten(0, 1).unsqueeze(1), layer, step)
+    written, column = token.v.flatten(0, 1).unsqueeze(1).to(values.dtype), step.slot
+    if step.evicted is not None:
+        evicted, mean = step.evicted[0][layer], step.evicted[1].mean[layer]
+        if state.mean is not None:
+            state.mean[layer].index_put_((step.rows, evicted), mean)
+        column = torch.cat([step.slot, state.n_slots + evicted], dim=1)
+        written = torch.cat([written, mean.to(values.dtype)], dim=1)
+    values.index_put_((step.rows, column), written)
     of_codes = token.code_scores.flatten(0, 1)  # [r, g, S]
     if state.k is None:
         window = of_codes.gather(-1, z.unsqueeze(1).expand(-1, of_codes.shape[1], -1))
@@ -271,22 +276,6 @@ def attend_one_(token: Token, layer: int, step: Step) -> Tensor:
     # Not bmm: for a single query torch.compile would replace it by a slow loop on the CPU.
     output = torch.baddbmm(weights.new_empty(1, 1, 1), weights, values, beta=0)
     return output.view(*token.code_scores.shape[:-1], -1)
-
-
-def _write_(v: Tensor, layer: int, step: Step) -> Tensor:
-    """Write the token's value, [r, 1, v], and the evicted token's mean to the table; return it."""
-    state = step.state
-    values = state.values[layer]
-    if step.evicted is None:
-        values.index_put_((step.rows, step.slot), v.to(values.dtype))
-        return values
-    z, mean = step.evicted[0][layer], step.evicted[1].mean[layer]
-    if state.mean is not None:
-        state.mean[layer].index_put_((step.rows, z), mean)
-    column = torch.cat([step.slot, state.n_slots + z], dim=1)
-    both = torch.cat([v.to(values.dtype), mean.to(values.dtype)], dim=1)
-    values.index_put_((step.rows, column), both)
-    return values
 
 
 def are_codewords(states: Sequence[VQState], codebooks: Sequence[Tensor]) -> bool:

@@ -42,8 +42,7 @@ class Blocks:
     """Number of first blocks with an empty cache; the first of them also has an empty window."""
     grad_through_cache: bool
     keep: bool
-    tile_queries: int | None
-    """Queries per tile; None for a whole block."""
+    tile_queries: int | None  # queries per tile; None for a whole block
     codebook: Tensor
     count: Tensor
     codes: Tensor
@@ -76,10 +75,8 @@ class Tile:
     """Consecutive queries of a block, which attend to n_local keys of the window and the block."""
 
     block: int
-    first: int
-    """Index of the first query in its block."""
-    queries: slice
-    """Indices of the queries in the segment."""
+    first: int  # index of the first query in its block
+    queries: slice  # indices of the queries in the segment
     n_group: int
     window_len: int
 
@@ -128,12 +125,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def tile_scores(
-    tile: Tile,
-    q: Tensor,
-    k_local: Tensor,
-    by_distance: Tensor | None,
-    count: Tensor,
-    blocks: Blocks,
+    tile: Tile, q: Tensor, k_local: Tensor, bias: Tensor | None, count: Tensor, blocks: Blocks
 ) -> Tensor:
     """Return scores of cache, window and block, up to the last query's own key.
 
@@ -149,8 +141,8 @@ def tile_scores(
     if n_code > 0:
         product(q, blocks.codebook.mT, out=scores[..., :n_code])
     scores = scores.to(accumulation_dtype(scores.dtype))
-    if by_distance is not None:
-        tile.by_distance(scores, n_code).add_(by_distance[:, :, tile.queries])
+    if bias is not None:
+        tile.by_distance(scores, n_code).add_(bias[:, :, tile.queries])
 
     by_query = scores.view(q.shape[0], tile.n_group, tile.n_rows, -1)
     future = torch.ones(tile.n_rows, tile.n_rows, dtype=torch.bool, device=q.device).triu(1)
@@ -226,10 +218,10 @@ def apply_by_head(
         None if state.cache is None else state.cache.mean.flatten(0, 1),
         constants,
     )
-    cache = (
-        None if mean is None else CacheStats(mean.unflatten(0, heads), count.unflatten(0, heads))
-    )
-    return output.unflatten(0, heads), cache
+    output = output.unflatten(0, heads)
+    if mean is None:
+        return output, None
+    return output, CacheStats(mean.unflatten(0, heads), count.unflatten(0, heads))
 
 
 class _Attention(torch.autograd.Function):
@@ -249,12 +241,9 @@ class _Attention(torch.autograd.Function):
         mean: Tensor | None,
         blocks: Blocks,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        out = v.new_empty(*q.shape[:3], v.shape[-1])
-        cache = None if mean is None else CacheStats(mean, blocks.count)
-        count = blocks.count
-        weights: list[Tensor] = []
-        means: list[Tensor] = []
-        counts = [count]
+        out, count = v.new_empty(*q.shape[:3], v.shape[-1]), blocks.count
+        cache = None if mean is None else CacheStats(mean, count)
+        weights, means, counts = list[Tensor](), list[Tensor](), [count]
         with full_precision(q.device):
             for n in range(blocks.n_blocks):
                 k_local, v_local = _local(k_window, k, n), _local(v_window, v, n)
@@ -302,9 +291,8 @@ class _Attention(torch.autograd.Function):
         blocks = replace(ctx.blocks, **dict(zip(ctx.names, rest, strict=True)))
         window_len, exact = k_window.shape[1], accumulation_dtype(v.dtype)
         d_q = torch.empty_like(q)
-        d_by_distance = None
-        if ctx.by_distance_shape is not None:
-            d_by_distance = q.new_empty(ctx.by_distance_shape)
+        shape = ctx.by_distance_shape
+        d_by_distance = None if shape is None else q.new_empty(shape)
         # Of the window and then the segment: the gradient of a block is a slice of it.
         d_k = k.new_zeros(k.shape[0], window_len + k.shape[1], k.shape[2], dtype=exact)
         d_v = v.new_empty(v.shape[0], window_len + v.shape[1], v.shape[2], dtype=exact)
@@ -356,18 +344,10 @@ class _Attention(torch.autograd.Function):
                         d_by_distance[:, :, tile.queries] = tile.by_distance(d_s, n_code)
                 if u is not None and d_cached is not None:
                     u.addcmul_(d_cached, _per_token(counts[n], exact))
-        d_k, d_v = d_k.to(k.dtype), d_v.to(v.dtype)
+        d_k_window, d_k = d_k.to(k.dtype).split([window_len, k.shape[1]], dim=1)
+        d_v_window, d_v = d_v.to(v.dtype).split([window_len, v.shape[1]], dim=1)
         d_initial = None if u is None else u * blocks.count.to(exact).unsqueeze(-1)
-        return (
-            d_q,
-            d_k[:, window_len:],
-            d_v[:, window_len:],
-            d_by_distance,
-            d_k[:, :window_len],
-            d_v[:, :window_len],
-            d_initial,
-            None,
-        )
+        return d_q, d_k, d_v, d_by_distance, d_k_window, d_v_window, d_initial, None
 
 
 def _local(window: Tensor, segment: Tensor, block: int) -> Tensor:

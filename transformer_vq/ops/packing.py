@@ -198,11 +198,9 @@ def _check_documents(state: AttentionState, ids: Tensor) -> None:
         return
     has_past = state.position > 0
     if state.document is None:
-        check(
-            ~has_past,
-            "the state has seen tokens without document_ids, so it is unknown whether its document "
-            "continues; pass document_ids from the start, or start over with state.reset",
-        )
+        problem = "the state has tokens without ids: it is unknown whether its document continues"
+        fix = "pass document_ids from the start, or start over with state.reset"
+        check(~has_past, f"{problem}; {fix}")
     before = torch.where(has_past, ids[:, 0], ids[:, 1])  # an empty row has no document yet
     ids = torch.cat([before.unsqueeze(-1), ids[:, 1:]], dim=1)
     check(ids >= 0, "document_ids must not be negative; mark padding by valid=False instead")
@@ -212,10 +210,9 @@ def _check_documents(state: AttentionState, ids: Tensor) -> None:
 
     def error() -> ValueError:
         row = int((~contiguous).nonzero()[0])
-        return ValueError(
-            f"a document id reappears in row {row} after another document; the tokens of a "
-            "document must be consecutive, use a new id for each document"
-        )
+        problem = f"a document id reappears in row {row} after another document"
+        fix = "the tokens of a document must be consecutive, use a new id for each document"
+        return ValueError(f"{problem}; {fix}")
 
     check_values(contiguous, "a document id reappears after another document", error)
 
@@ -305,15 +302,9 @@ class AttentionInputs:
 
     def _map(self, fn: Callable[[Tensor, int], Tensor]) -> AttentionInputs:
         """Apply fn(x, dim) to all tensors with an axis of tokens, dim, which is negative."""
-        bias = self.by_distance
-        return replace(
-            self,
-            q=fn(self.q, -2),
-            k_hat=fn(self.k_hat, -2),
-            z=fn(self.z, -1),
-            v=fn(self.v, -2),
-            by_distance=None if bias is None else fn(bias, -2),
-        )
+        bias = None if self.by_distance is None else fn(self.by_distance, -2)
+        q, k_hat, v = (fn(x, -2) for x in (self.q, self.k_hat, self.v))
+        return replace(self, q=q, k_hat=k_hat, z=fn(self.z, -1), v=v, by_distance=bias)
 
     def split(self, lens: Sequence[int]) -> list[AttentionInputs]:
         """Return consecutive segments with these lengths."""

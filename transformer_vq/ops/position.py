@@ -24,18 +24,6 @@ def sinusoids(positions: Tensor, width: int, wavelength: float, dtype: torch.dty
     return torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype)
 
 
-def relative_sinusoids(
-    max_distance: int,
-    width: int,
-    wavelength: float,
-    dtype: torch.dtype,
-    device: torch.device | None = None,
-) -> Tensor:
-    """Return the sinusoids of the distances max_distance, ..., 1, 0: [d, width]."""
-    distances = torch.arange(max_distance, -1, -1, device=device)
-    return sinusoids(distances, width, wavelength, dtype)
-
-
 def scores_of_few_queries(q: Tensor, r_weight: Tensor, table: Tensor) -> Tensor:
     """Return q . r_d for r_d = r_weight table_d; cheaper for few queries (decoding).
 

@@ -22,10 +22,8 @@ def check_method(reduction: str, backend: str) -> None:
     """Raise UserError if `vq_attention` does not have this reduction or backend."""
     if reduction == "triton":
         raise UserError("reduction='triton' is now backend='triton', with reduction='auto'")
-    for name, value, known in (
-        ("reduction", reduction, REDUCTIONS),
-        ("backend", backend, BACKENDS),
-    ):
+    given = (("reduction", reduction, REDUCTIONS), ("backend", backend, BACKENDS))
+    for name, value, known in given:
         if value not in known:
             raise UserError(f"{name}={value!r}: choose one of {', '.join(known)}")
     if backend == "triton" and reduction != "auto":
@@ -45,11 +43,8 @@ def exclusive_prefix(
     if reduction == "serial":
         return _serial(blocks, initial)
     carry = None if blocks.carry is None else F.pad(blocks.carry, (1, 0), value=1)
-    chain = CacheStats(
-        torch.cat([initial.mean.unsqueeze(-3), blocks.mean], dim=-3),
-        torch.cat([initial.count.unsqueeze(-2), blocks.count], dim=-2),
-        carry,
-    )
+    mean = torch.cat([initial.mean.unsqueeze(-3), blocks.mean], dim=-3)
+    chain = CacheStats(mean, torch.cat([initial.count.unsqueeze(-2), blocks.count], dim=-2), carry)
     inclusive = _matmul(chain) if reduction == "matmul" else _associative(chain)
     return inclusive.blocks(slice(0, -1)), inclusive.blocks(-1)
 

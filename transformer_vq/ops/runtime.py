@@ -82,8 +82,7 @@ def check_shapes(**tensors: tuple[Tensor, str]) -> None:
             raise ValueError(f"{name} has shape {shape}, want [{axes}] = [{wanted}]")
 
 
-ASSERTING = {"cuda"}
-"""Types of devices whose kernels can make a check."""
+ASSERTING = {"cuda"}  # types of devices whose kernels can make a check
 
 
 def is_readable(x: Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,19 +18,19 @@ from torch.utils._pytree import tree_leaves, tree_map_with_path
 from transformer_vq.ops.cache import CacheStats
 from transformer_vq.ops.runtime import tensor_tree
 
+T = TypeVar("T")
+
 
 class RowState:
     """Operations on any state: tensors with the batch first, where all zeros is an empty state."""
 
     def detach(self) -> Self:
         """Return the same values without gradients, as between spans of truncated BPTT."""
-        detached: Self = _map(Tensor.detach, self)
-        return detached
+        return _map(Tensor.detach, self)
 
     def select(self, rows: Tensor) -> Self:
         """Return the given rows in that order; a row may be repeated. rows: [n] of int64."""
-        selected: Self = _map(lambda x: x.index_select(0, rows), self, only_rows=True)
-        return selected
+        return _map(lambda x: x.index_select(0, rows), self, only_rows=True)
 
     def reset(self, rows: Tensor) -> Self:
         """Return a state whose selected rows are empty, for new sequences. rows: [b] of bool."""
@@ -38,13 +38,11 @@ class RowState:
         def clear(x: Tensor) -> Tensor:
             return torch.where(rows.view(-1, *[1] * (x.ndim - 1)), torch.zeros_like(x), x)
 
-        cleared: Self = _map(clear, self, only_rows=True)
-        return cleared
+        return _map(clear, self, only_rows=True)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move all tensors to another device, with the arguments of `Tensor.to`."""
-        moved: Self = _map(lambda x: x.to(*args, **kwargs), self)
-        return moved
+        return _map(lambda x: x.to(*args, **kwargs), self)
 
     @property
     def n_bytes(self) -> int:
@@ -119,11 +117,12 @@ class FullState(AttentionState):
     """The state of full attention: all keys and values."""
 
 
-def _map(fn: Callable[[Tensor], Tensor], state: Any, only_rows: bool = False) -> Any:
+def _map(fn: Callable[[Tensor], Tensor], state: T, only_rows: bool = False) -> T:
     """Apply `fn` to all tensors of a state, or only to those with a batch."""
 
     def apply(path: tuple[Any, ...], x: Any) -> Any:
         is_shared = only_rows and path[-1].name == "sinusoid_mask"
         return fn(x) if isinstance(x, Tensor) and not is_shared else x
 
-    return tree_map_with_path(apply, state)
+    mapped: T = tree_map_with_path(apply, state)
+    return mapped

@@ -23,30 +23,17 @@ from starlette.requests import ClientDisconnect
 
 from transformer_vq.errors import UserError
 from transformer_vq.generation.inspection import inspect_tokens
+from transformer_vq.serve import guard, schema
 from transformer_vq.serve.completions import completions_router, token_name
 from transformer_vq.serve.engine import EngineStoppedError, QueueFullError
-from transformer_vq.serve.guard import (
-    OTHER_VALUES,
-    SNAPSHOT_TYPES,
-    BodyRequest,
-    BodyRoute,
-    Guard,
-    media_type,
-)
-from transformer_vq.serve.schema import (
-    MAX_NAME,
-    APIError,
-    ContextBody,
-    GenerationBody,
-    InspectBody,
-    invalid_field,
-)
+from transformer_vq.serve.schema import APIError
 from transformer_vq.serve.service import Service, check_connected
 
 PAGE = Path(__file__).parent / "page"
 CHUNK_BYTES = 2**18  # of a download
 MAX_INSPECTED = 4096  # tokens
 MAX_INSPECTIONS = 8  # being computed or waiting
+JSON = dict[str, Any]
 
 
 def create_app(service: Service, hosts: frozenset[str] | None = None) -> FastAPI:
@@ -70,10 +57,10 @@ def create_app(service: Service, hosts: frozenset[str] | None = None) -> FastAPI
         redirect_slashes=False,
     )
     app.add_middleware(
-        Guard,
+        guard.Guard,
         api_key=service.api_key,
         max_bytes=service.limits.body_bytes,
-        max_values=service.limits.prompt_tokens + OTHER_VALUES,
+        max_values=service.limits.prompt_tokens + guard.OTHER_VALUES,
         hosts=hosts,
     )
     accepted = ["*"] if hosts is None else sorted(hosts)
@@ -102,7 +89,7 @@ async def handle_error(request: Request, error: Exception) -> JSONResponse:
         case APIError():
             return error.response()
         case RequestValidationError() | ValidationError():
-            return invalid_field(error.errors()[0]).response()
+            return schema.invalid_field(error.errors()[0]).response()
         case HTTPException(status_code=404):
             message = f"{request.method} {request.scope['path']} does not exist; see /openapi.json"
             return APIError(404, message).response()
@@ -149,7 +136,7 @@ def information_router(service: Service) -> APIRouter:
         return FileResponse(PAGE / "icon.svg", media_type="image/svg+xml")
 
     @router.get("/health")
-    async def health() -> dict[str, Any]:
+    async def health() -> JSON:
         """Return the status of the server and its load."""
         n_prefilled, n_prompt = engine.prefill_progress
         return {
@@ -167,12 +154,12 @@ def information_router(service: Service) -> APIRouter:
         return Response(generate_latest(engine.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> JSON:
         """List the one model of this server."""
         return {"object": "list", "data": [model]}
 
     @router.get("/v1/models/{name:path}")
-    async def one_model(name: str) -> dict[str, Any]:
+    async def one_model(name: str) -> JSON:
         """Describe the model."""
         service.check_model(name)
         return model
@@ -182,16 +169,14 @@ def information_router(service: Service) -> APIRouter:
 
 def contexts_router(service: Service) -> APIRouter:
     """Return the routes of /v1/contexts."""
-    router = APIRouter(prefix="/v1/contexts", tags=["contexts"], route_class=BodyRoute)
+    router = APIRouter(prefix="/v1/contexts", tags=["contexts"], route_class=guard.BodyRoute)
     store = service.contexts
 
-    async def add_document(
-        body: ContextBody, client: Request, parent: str | None
-    ) -> dict[str, Any]:
+    async def add_document(body: schema.ContextBody, client: Request, parent: str | None) -> JSON:
         """Prefill a document, after that of a parent if given; store its context."""
         prompts = await service.prompts(client, parent)
         tokens, start = await prompts.document(body.text, body.tokens), prompts.start
-        requests = service.requests(GenerationBody(max_tokens=0), tokens, start)
+        requests = service.requests(schema.GenerationBody(max_tokens=0), tokens, start)
         (*_, (_, last)) = [event async for event in service.events(requests, client)]
         assert last.end is not None
         assert last.end.context is not None
@@ -202,39 +187,38 @@ def contexts_router(service: Service) -> APIRouter:
     # Functions that are not async run in a thread, so that slow disks do not delay other requests.
 
     @router.get("")
-    def list_contexts() -> dict[str, Any]:
+    def list_contexts() -> JSON:
         """List all stored contexts, the newest first."""
         return {"object": "list", "data": [entry.plain() for entry in store.list()]}
 
     @router.post("", status_code=201)
     async def create_context(
-        client: BodyRequest, name: Annotated[str, Query(max_length=MAX_NAME)] = ""
-    ) -> dict[str, Any]:
+        client: guard.BodyRequest, name: Annotated[str, Query(max_length=schema.MAX_NAME)] = ""
+    ) -> JSON:
         """Prefill a document and store the context after it.
 
         The body is JSON with `text` or `tokens`, plain text (text/plain), or a context that was
         downloaded before (application/octet-stream).
         """
-        kind = media_type(client.headers)
-        if kind in SNAPSHOT_TYPES:
-            content = await client.body()
-            return (await run_in_threadpool(store.upload, content, name)).plain()
+        kind = guard.media_type(client.headers)
+        if kind in guard.SNAPSHOT_TYPES:
+            return (await run_in_threadpool(store.upload, await client.body(), name)).plain()
         if kind != "text/plain":
-            body = ContextBody.model_validate(await client.json())
+            body = schema.ContextBody.model_validate(await client.json())
             return await add_document(body, client, None)
         try:
             text = (await client.body()).decode()
         except UnicodeDecodeError:
             raise APIError(400, "the document is not valid UTF-8") from None
-        return await add_document(ContextBody(text=text, name=name), client, None)
+        return await add_document(schema.ContextBody(text=text, name=name), client, None)
 
     @router.get("/{context}")
-    async def get_context(context: str) -> dict[str, Any]:
+    async def get_context(context: str) -> JSON:
         """Describe a stored context."""
         return store.get(context).plain()
 
     @router.post("/{context}/branch", status_code=201)
-    async def branch_context(context: str, body: ContextBody, client: Request) -> dict[str, Any]:
+    async def branch_context(context: str, body: schema.ContextBody, client: Request) -> JSON:
         """Append text to a context and store the result as another one."""
         return await add_document(body, client, context)
 
@@ -246,10 +230,10 @@ def contexts_router(service: Service) -> APIRouter:
             "Content-Length": str(os.fstat(file.fileno()).st_size),
             "Content-Disposition": f'attachment; filename="{context}.safetensors"',
         }
-        return StreamingResponse(_chunks(file), headers=headers, media_type=SNAPSHOT_TYPES[0])
+        return StreamingResponse(_chunks(file), headers=headers, media_type=guard.SNAPSHOT_TYPES[0])
 
     @router.delete("/{context}")
-    def delete_context(context: str) -> dict[str, Any]:
+    def delete_context(context: str) -> JSON:
         """Delete a stored context."""
         store.delete(context)
         return {"id": context, "object": "context", "deleted": True}
@@ -265,25 +249,22 @@ def _chunks(file: BinaryIO) -> Iterator[bytes]:
 
 def inspection_router(service: Service) -> APIRouter:
     """Return the route /v1/inspect: one inspection at a time, and a short queue."""
-    router = APIRouter(tags=["information"], route_class=BodyRoute)
+    router = APIRouter(tags=["information"], route_class=guard.BodyRoute)
     turn = asyncio.Lock()
     n_requests = 0
 
-    async def work(body: InspectBody, client: Request) -> dict[str, Any]:
+    async def work(body: schema.InspectBody, client: Request) -> JSON:
         prompts = await service.prompts(client, body.context, MAX_INSPECTED)
         tokens, start = await prompts.document(body.text, body.tokens), prompts.start
         context, position = (None, 0) if start is None else (start.context, start.n_tokens)
-        model, n_codes = service.engine.model, body.n_codes
-
-        def inspect() -> dict[str, Any]:
-            return inspect_tokens(model, tokens, context=context, n_codes=n_codes).to_dict()
-
-        found = await asyncio.to_thread(inspect)  # not in the thread pool of all other requests
+        inspect = partial(inspect_tokens, service.engine.model, tokens, n_codes=body.n_codes)
+        # Not in the thread pool of all other requests.
+        found = await asyncio.to_thread(lambda: inspect(context=context).to_dict())
         names = [token_name(service.tokenizer, token) for token in tokens]
         return {"position": position, "tokens": tokens, "texts": names} | found
 
     @router.post("/v1/inspect")
-    async def inspect(body: InspectBody, client: Request) -> dict[str, Any]:
+    async def inspect(body: schema.InspectBody, client: Request) -> JSON:
         """Look inside: surprisal, codes and division of attention for every token of a text."""
         nonlocal n_requests
         if n_requests >= MAX_INSPECTIONS:

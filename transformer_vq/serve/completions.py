@@ -58,8 +58,7 @@ class Choice:
     def __init__(self, tokenizer: Tokenizer, index: int, request: Request, echo: str = "") -> None:
         self._tokenizer, self._index, self.request, self._echo = tokenizer, index, request, echo
         self._is_new = True
-        self._scores: list[TokenScore | None] = []
-        """Those that are not sent yet."""
+        self._scores: list[TokenScore | None] = []  # those that are not sent yet
         self._offset = 0
         self.end: Finished | None = None
 

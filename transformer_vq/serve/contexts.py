@@ -36,8 +36,7 @@ class StoredContext:
     tokens: int
     bytes: int
     created: int
-    parent: str | None = None
-    """The context that it is a branch of."""
+    parent: str | None = None  # the context that it is a branch of
 
     def plain(self) -> dict[str, Any]:
         """Return the JSON object that clients receive."""
@@ -96,10 +95,8 @@ class ContextStore:
             with self._lock:
                 used = sum(x.bytes for x in self._entries.values())
                 if used + entry.bytes > self._max_bytes:
-                    message = (
-                        f"contexts use {used:,} of {self._max_bytes:,} bytes; delete some with "
-                        "DELETE /v1/contexts/ID"
-                    )
+                    problem = f"contexts use {used:,} of {self._max_bytes:,} bytes"
+                    message = f"{problem}; delete some with DELETE /v1/contexts/ID"
                     raise APIError(413, message, code="storage_full")
                 self._entries[entry.id] = entry
         return entry
@@ -112,8 +109,7 @@ class ContextStore:
                 path.write_bytes(content)
             context = self._snapshots.load(path, n_rows=1)
         except SnapshotError as error:
-            reason = str(error).replace(f"{path} ", "").replace(str(path), "the file")
-            reason = reason.split(";")[0]
+            reason = str(error).replace(f"{path} ", "").replace(str(path), "the file").split(";")[0]
             raise APIError(400, f"the upload is not a context of this model: {reason}") from error
         finally:
             path.unlink(missing_ok=True)
@@ -146,9 +142,8 @@ def _removed_on_failure(path: Path) -> Iterator[None]:
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            reason = (error.strerror or "disk error").lower()
-            message = f"the server cannot store the context: {reason}"
-            raise APIError(507, message, code="storage_full") from error
+            message = f"the server cannot store the context: {error.strerror or 'disk error'}"
+            raise APIError(507, message.lower(), code="storage_full") from error
         raise
 
 
@@ -157,14 +152,8 @@ def _read_entry(path: Path) -> StoredContext | None:
     try:
         with safe_open(path, "pt") as file:
             values = file.metadata() or {}
-        status = path.stat()
-        return StoredContext(
-            id=path.stem,
-            name=values["name"],
-            tokens=int(values["tokens"]),
-            bytes=status.st_size,
-            created=int(status.st_mtime),
-            parent=values["parent"] or None,
-        )
+        status, name, parent = path.stat(), values["name"], values["parent"] or None
+        n_tokens, created = int(values["tokens"]), int(status.st_mtime)
+        return StoredContext(path.stem, name, n_tokens, status.st_size, created, parent)
     except (SafetensorError, OSError, KeyError, ValueError):
         return None

@@ -29,6 +29,7 @@ from transformer_vq.generation.decoder import Decoder
 from transformer_vq.generation.sampling import NOT_FINITE, Sampling, choose, mark_not_finite
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import NotFiniteError
+from transformer_vq.ops.cache import accumulation_dtype
 from transformer_vq.serve.prefixes import PrefixStore
 from transformer_vq.serve.requests import Event, Finished, Generation, Notify, Request
 
@@ -104,21 +105,15 @@ class Engine:
         self._precision = precision
         self._decoder = Decoder(model, model.init_state(n_slots))
         weight = next(model.parameters())
-        self._logits = torch.zeros(
-            n_slots,
-            model.config.vocab_size,
-            dtype=torch.promote_types(weight.dtype, torch.float32),
-            device=weight.device,
-        )
+        dtype = accumulation_dtype(weight.dtype)
+        self._logits = weight.new_zeros(n_slots, model.config.vocab_size, dtype=dtype)
         self._generations: list[Generation] = []
         """All that are not finished; those without a slot wait, in the order of arrival."""
-        self._lock = threading.Lock()
-        """Held while the list or a slot changes."""
+        self._lock = threading.Lock()  # held while the list or a slot changes
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        self.state_bytes = model.init_state(1).n_bytes
-        """Size of the state of one slot."""
+        self.state_bytes = model.init_state(1).n_bytes  # size of the state of one slot
 
     @property
     def n_slots(self) -> int:
@@ -241,16 +236,13 @@ class Engine:
             elif deadline is not None and now >= deadline:
                 generation.finish("timeout")
         with self._lock:
-            for generation in self._generations:
-                if generation.finished:
-                    self._count(generation, now)
+            for generation in filter(lambda x: x.finished, self._generations):
+                start = generation.request.start
+                n_cached = generation.n_cached + (0 if start is None else start.n_tokens)
+                self.metrics.cached_tokens.inc(n_cached)
+                self.metrics.finished.labels(generation.reason).inc()
+                self.metrics.duration.observe(now - generation.submitted)
             self._generations = [x for x in self._generations if not x.finished]
-
-    def _count(self, generation: Generation, now: float) -> None:
-        metrics, start = self.metrics, generation.request.start
-        metrics.cached_tokens.inc(generation.n_cached + (0 if start is None else start.n_tokens))
-        metrics.finished.labels(generation.reason).inc()
-        metrics.duration.observe(now - generation.submitted)
 
     def _admit(self) -> None:
         """Give the free slots to waiting requests."""

@@ -30,12 +30,9 @@ LOCAL = frozenset({"127.0.0.1", "localhost", "[::1]"})
 """Names of this machine; pages of other servers on it are other origins."""
 HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::\d{1,5})?", re.IGNORECASE)
 """A name or address, and possibly a port."""
-BODIES = 8
-"""Bodies of the largest size that may be in memory at the same time."""
-LARGE = 1 << 16
-"""Bytes above which a body is parsed on another thread, so that others can go on."""
-OTHER_VALUES = 100_000
-"""Values that a body may have besides the tokens of a prompt."""
+BODIES = 8  # bodies of the largest size that may be in memory at the same time
+LARGE = 1 << 16  # bytes above which a body is parsed on another thread, so that others can go on
+OTHER_VALUES = 100_000  # values that a body may have besides the tokens of a prompt
 MAX_PARTS = 250_000
 """Quotes and brackets of a body. Parsing that many strings, lists or objects takes 0.1 seconds,
 during which no other thread can run."""
@@ -68,8 +65,7 @@ class Guard:
         self._max_bytes, self._max_values = max_bytes, max_values
         # A proxy may pass another host name than the one in the address of the page.
         self._origins = {name for name in hosts or () if not is_local(name)}
-        self._held = 0
-        """Bytes of the bodies of all requests in progress."""
+        self._held = 0  # bytes of the bodies of all requests in progress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

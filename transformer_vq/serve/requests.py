@@ -44,18 +44,14 @@ class Request:
 
     prompt: Sequence[int]
     """Tokens; they start with the tokenizer's bos unless they continue `start`."""
-    max_new_tokens: int
-    """0 only prefills the prompt, and returns the context after it."""
+    max_new_tokens: int  # 0 only prefills the prompt, and returns the context after it
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
-    sample: int = 0
-    """Number of this text among the samples of a prompt; they share the seed."""
-    stop: tuple[str, ...] = ()
-    """Strings that end the text; they are not part of it."""
+    sample: int = 0  # number of this text among the samples of a prompt; they share the seed
+    stop: tuple[str, ...] = ()  # strings that end the text; they are not part of it
     n_logprobs: int | None = None
     """Report the log probability of each token, and this many of the most likely ones."""
-    scores_prompt: bool = False
-    """If log probabilities are reported, report those of the prompt too."""
+    scores_prompt: bool = False  # if log probabilities are reported, report those of the prompt too
     start: Start | None = None
     deadline: float | None = None
     """Time of `time.monotonic` at which the request ends with reason "timeout"."""
@@ -75,11 +71,9 @@ class Finished:
     """How a request ended."""
 
     reason: Reason
-    text: str
-    """The whole text."""
+    text: str  # the whole text
     n_prompt: int
-    n_cached: int
-    """Tokens of the prompt that were not processed again."""
+    n_cached: int  # tokens of the prompt that were not processed again
     n_new: int
     context: Context | None = None
     error: str | None = None
@@ -89,8 +83,7 @@ class Finished:
 class Event:
     """What is new: first that the prompt is processed, then one event per token, then the end."""
 
-    text: str = ""
-    """Text that is final now. What may be the start of a stop string is held back."""
+    text: str = ""  # text that is final now. What may be the start of a stop string is held back
     scores: tuple[TokenScore | None, ...] = ()
     """Log probabilities, if they were asked for; None for the first token of a prompt."""
     end: Finished | None = None
@@ -114,10 +107,8 @@ class Generation:
         self._scores_prompt = request.scores_prompt and request.n_logprobs is not None
         self._rng = np.random.default_rng([request.seed, request.sample])
         self.submitted = time.monotonic()
-        self.last_token: float | None = None
-        """Time of the last token, if there was one."""
-        self.slot: int | None = None
-        """Set by the engine when the request is processed."""
+        self.last_token: float | None = None  # time of the last token, if there was one
+        self.slot: int | None = None  # set by the engine when the request is processed
         self.is_decoding = self.is_cancelled = False
         self.reason: Reason | None = None
         self.n_cached = self.n_new = self._n_prefilled = 0
@@ -143,15 +134,13 @@ class Generation:
         """Continue from the longest stored prefix of the prompt; only the first call does so."""
         if self._digests is not None:
             return
-        request = self.request
-        start = b"" if request.start is None else request.start.digest
-        self._digests = prefix_digests(request.prompt, start)
+        start = self.request.start
+        self._digests = prefix_digests(self.request.prompt, b"" if start is None else start.digest)
         if self._scores_prompt:
             self._scores = [None]
             return
         for n, digest in reversed(self._digests.items()):
-            found = prefixes.get(digest)
-            if found is not None:
+            if (found := prefixes.get(digest)) is not None:
                 self.context, self._n_prefilled, self.n_cached = found, n, n
                 return
 
@@ -202,12 +191,10 @@ class Generation:
         """Report the end of the request, once. rest: the end of the text, if it was held back."""
         if self.finished:
             return
-        self.reason = reason
-        n_prompt = len(self.request.prompt)
+        self.reason, n_prompt = reason, len(self.request.prompt)
         is_returned = self.request.max_new_tokens == 0 and self.n_to_prefill == 0
         context = self.context if is_returned else None
-        text, n_cached, n_new = self._text.text, self.n_cached, self.n_new
-        end = Finished(reason, text, n_prompt, n_cached, n_new, context, error)
+        end = Finished(reason, self._text.text, n_prompt, self.n_cached, self.n_new, context, error)
         self._send(Event(rest, end=end))
 
     def _send(self, event: Event) -> None:

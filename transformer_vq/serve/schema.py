@@ -118,7 +118,7 @@ class GenerationBody(Body):
     @property
     def n_new_tokens(self) -> int | None:
         """The maximum number of tokens to generate, if it is given."""
-        return self.max_tokens
+        return getattr(self, "max_completion_tokens", None) or self.max_tokens
 
 
 class CompletionBody(GenerationBody):
@@ -170,10 +170,6 @@ class ChatBody(GenerationBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is given, but logprobs is not true")
         return self
-
-    @property
-    def n_new_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
 
 
 class ContextBody(Body):

@@ -149,9 +149,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Finish or cancel all requests, so that their responses end, and close."""
-        ending = asyncio.create_task(
-            asyncio.to_thread(self._service.engine.stop, self._stop_seconds)
-        )
+        stopping = asyncio.to_thread(self._service.engine.stop, self._stop_seconds)
+        ending = asyncio.create_task(stopping)
         await super().shutdown(sockets)
         await ending
 
@@ -208,7 +207,6 @@ def listen(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         listener.close()
         reason = getattr(error, "strerror", None) or "not an address"
-        raise UserError(
-            f"--host {host} --port {port}: {reason.lower()}; use another address or port"
-        ) from error
+        problem = f"--host {host} --port {port}: {reason.lower()}"
+        raise UserError(f"{problem}; use another address or port") from error
     return listener

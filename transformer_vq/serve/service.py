@@ -34,14 +34,10 @@ MAX_CHARACTERS = 64  # per token of the limit; longer texts are rejected before 
 class Limits:
     """What a single request may ask for."""
 
-    body_bytes: int = 64_000_000
-    """Size of a request in bytes."""
-    prompt_tokens: int = 4_000_000
-    """Tokens of a document, or of all prompts of a request."""
-    new_tokens: int = 65_536
-    """Tokens to generate per text."""
-    seconds: float = 600.0
-    """Time from arrival to the last token."""
+    body_bytes: int = 64_000_000  # size of a request in bytes
+    prompt_tokens: int = 4_000_000  # tokens of a document, or of all prompts of a request
+    new_tokens: int = 65_536  # tokens to generate per text
+    seconds: float = 600.0  # time from arrival to the last token
 
 
 @dataclass
@@ -53,8 +49,7 @@ class Service:
     contexts: ContextStore
     limits: Limits = field(default_factory=Limits)
     api_key: str | None = None
-    chat_template: str | None = None
-    """Jinja template that converts messages to a prompt."""
+    chat_template: str | None = None  # Jinja template that converts messages to a prompt
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -124,14 +119,12 @@ class Service:
         n_left, checked = len(requests), time.monotonic()
         try:
             while n_left:
-                found = None
                 with suppress(TimeoutError):
-                    found = await asyncio.wait_for(events.get(), POLL_SECONDS)
-                if found is not None:
-                    if found[1].end is not None:
-                        _check_end(found[1].end)
+                    number, event = await asyncio.wait_for(events.get(), POLL_SECONDS)
+                    if event.end is not None:
+                        _check_end(event.end)
                         n_left -= 1
-                    yield found
+                    yield number, event
                 if time.monotonic() - checked > POLL_SECONDS:
                     await check_connected(client)
                     checked = time.monotonic()
@@ -169,21 +162,16 @@ class Prompts:
             if not isinstance(item, str | list) or item == []:
                 message = "prompt: every entry must be a text or a list of token ids"
                 raise APIError(400, message, "prompt")
-            tokens, echo = await self._tokens(item, "prompt"), ""
-            if body.echo and isinstance(item, str):
-                echo = item
-            elif body.echo:
-                echo = (await run_in_threadpool(self._tokenizer.decode, tokens)).decode(
-                    errors="replace"
-                )
+            tokens, echo = await self._tokens(item, "prompt"), item if body.echo else ""
+            if isinstance(echo, list):
+                content = await run_in_threadpool(self._tokenizer.decode, tokens)
+                echo = content.decode(errors="replace")
             found.append((tokens, echo))
         n_scored, n_top = self._n_tokens * body.n, 1 + (body.logprobs or 0)
         if body.echo and body.logprobs is not None and n_scored * n_top > MAX_SCORES:
-            message = (
-                f"echo with logprobs={body.logprobs}: the prompts have {n_scored:,} tokens, but at "
-                f"most {MAX_SCORES // n_top:,} are scored; send fewer at a time"
-            )
-            raise APIError(400, message, "logprobs")
+            message = f"echo with logprobs={body.logprobs}: the prompts have {n_scored:,} tokens"
+            limit = f"at most {MAX_SCORES // n_top:,} are scored; send fewer at a time"
+            raise APIError(400, f"{message}, but {limit}", "logprobs")
         return found
 
     async def document(self, text: str | None, tokens: list[Any] | None) -> Sequence[int]:

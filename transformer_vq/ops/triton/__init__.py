@@ -30,9 +30,6 @@ def check_device(device: torch.device) -> None:
 
     from transformer_vq.ops.triton.launch import is_interpreted
 
-    if device.type in ("cuda", "meta") or (device.type == "cpu" and is_interpreted()):
-        return
-    raise UserError(
-        f"backend='triton' needs a GPU, but the tensors are on {device.type}; "
-        "use backend='auto' or a CUDA device"
-    )
+    if device.type not in ("cuda", "meta") and not (device.type == "cpu" and is_interpreted()):
+        problem = f"backend='triton' needs a GPU, but the tensors are on {device.type}"
+        raise UserError(f"{problem}; use backend='auto' or a CUDA device")

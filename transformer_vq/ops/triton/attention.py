@@ -52,8 +52,6 @@ def attend_blocks(
     _, n_blocks, n_query = evicted.counted.shape
     blocks = (n_blocks, state.k.shape[-2])
     start = (-state.position).unsqueeze(-1).expand(b, seq_len)
-    if packing is not None:
-        start = packing.doc_start.contiguous()
     count = inputs.z.new_zeros(b * h, 0)
     if state.cache is not None:
         count = state.cache.count.flatten(0, 1).contiguous()
@@ -67,7 +65,7 @@ def attend_blocks(
         codes=z_prev.flatten(0, 1).unflatten(-1, blocks).contiguous(),
         counted=evicted.counted.to(torch.uint8).contiguous(),
         carry=None if evicted.carry is None else evicted.carry.contiguous(),
-        start=start,
+        start=start if packing is None else packing.doc_start.contiguous(),
         has_documents=packing is not None,
         grad_through_cache=grad_through_cache and state.cache is not None,
     )
@@ -200,7 +198,6 @@ def _to_blocks(x: Tensor, segment: Segment) -> Tensor:
 
 def _from_blocks(x: Tensor, segment: Segment) -> Tensor:
     """[B * r, g * i, x] -> [B, g, t, x]"""
-    blocks = x.view(
-        -1, segment.n_blocks, x.shape[1] // segment.n_query, segment.n_query, x.shape[2]
-    )
+    n_group = x.shape[1] // segment.n_query
+    blocks = x.view(-1, segment.n_blocks, n_group, segment.n_query, x.shape[2])
     return blocks.transpose(1, 2).flatten(2, 3)

@@ -42,6 +42,21 @@ class Segment:
     def window_len(self) -> int:
         return self.codes.shape[-1]
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """What kernels need of it, by name; pointers that are not used point to anything."""
+        return vars(self) | {
+            "code": self.codebook,
+            "z": self.codes,
+            "carry": self.codes if self.carry is None else self.carry,
+            "start_row": self.start.stride(0),
+            "start_step": self.start.stride(1),
+            "L": self.window_len,
+            "S": self.n_code,
+            "HAS_CARRY": self.carry is not None,
+            "HAS_DOCUMENTS": self.has_documents,
+        }
+
 
 @dataclass(frozen=True)
 class Prefix:
@@ -66,34 +81,21 @@ def _launch_blocks(
 
     q: [B, g, t, k], k_prev: [B, r, L, k], k: [B, r, i, k], by_distance: [B, g, t, L + 1].
     """
-    tiles = tiles_of(name, q.dtype)
-    d_k, n_code, window_len = q.shape[-1], segment.n_code, segment.window_len
-    rows = fit(segment.n_query, tiles.rows)
+    n_query, n_columns = segment.n_query, max(segment.n_code, segment.window_len)
+    tiles = tiles_of(name, q.dtype, rows=n_query, columns=n_columns)
     launch(
         getattr(attention_kernels, name),
-        (n_tiles(segment.n_query, rows), segment.n_blocks, q.shape[0] * q.shape[1]),
+        (n_tiles(n_query, tiles.rows), segment.n_blocks, q.shape[0] * q.shape[1]),
         tiles,
+        **(segment.values | {"count": counts}),
         q=q,
         k_prev=k_prev,
         k=k,
         by_distance=q if by_distance is None else by_distance,
-        code=segment.codebook,
-        count=counts,
-        start=segment.start,
-        n_blocks=segment.n_blocks,
-        n_query=segment.n_query,
         n_group=q.shape[1],
-        n_head=segment.n_head,
-        start_row=segment.start.stride(0),
-        start_step=segment.start.stride(1),
-        L=window_len,
-        S=n_code,
-        DK=d_k,
-        D=fit(d_k, 2**16),
-        ROWS=rows,
-        COLUMNS=fit(max(n_code, window_len), tiles.columns),
+        DK=q.shape[-1],
+        D=fit(q.shape[-1], 2**16),
         HAS_BIAS=by_distance is not None,
-        HAS_DOCUMENTS=segment.has_documents,
         **dot_constants(q.dtype),
         **more,
     )
@@ -135,22 +137,17 @@ def softmax_backward_(
 ) -> Tensor | None:
     """Replace the gradient of the weights by that of the scores; return that of by_distance."""
     d_by_distance = None if by_distance is None else torch.empty_like(by_distance)
-    tiles = tiles_of("softmax_backward", w.dtype)
-    rows, n_heads = fit(segment.n_query, tiles.rows), w.shape[0] // segment.n_blocks * n_group
+    tiles = tiles_of("softmax_backward", w.dtype, rows=segment.n_query, columns=w.shape[-1])
+    n_heads = w.shape[0] // segment.n_blocks * n_group
     launch(
         attention_kernels.softmax_backward,
-        (n_tiles(segment.n_query, rows), segment.n_blocks, n_heads),
+        (n_tiles(segment.n_query, tiles.rows), segment.n_blocks, n_heads),
         tiles,
+        **segment.values,
         weights=w,
         d_weights=d_w,
         d_by_distance=w if d_by_distance is None else d_by_distance,
-        n_blocks=segment.n_blocks,
-        n_query=segment.n_query,
         n_group=n_group,
-        L=segment.window_len,
-        S=segment.n_code,
-        ROWS=rows,
-        COLUMNS=fit(w.shape[-1], tiles.columns),
         HAS_BIAS=by_distance is not None,
     )
     return d_by_distance
@@ -162,42 +159,26 @@ def prefix(segment: Segment, v_prev: Tensor, mean: Tensor) -> Prefix:
     means = v_prev.new_empty(n_rows, segment.n_blocks, n_code, d_v)
     counts = segment.count.new_empty(n_rows, segment.n_blocks + 1, n_code)
     after = torch.empty_like(mean)
-    tiles = tiles_of("cache_prefix", v_prev.dtype)
-    rows, values = fit(n_code, tiles.rows), fit(d_v, tiles.values)
+    sizes = {"rows": n_code, "columns": segment.n_query, "values": d_v}
+    tiles = tiles_of("cache_prefix", v_prev.dtype, **sizes)
     launch(
         code_kernels.cache_prefix,
-        (n_tiles(d_v, values), n_tiles(n_code, rows), n_rows),
+        (n_tiles(d_v, tiles.values), n_tiles(n_code, tiles.rows), n_rows),
         tiles,
-        z=segment.codes,
+        **segment.values,
         v=v_prev,
-        counted=segment.counted,
-        carry=segment.codes if segment.carry is None else segment.carry,
         mean=mean,
-        count=segment.count,
         means=means,
         counts=counts,
         mean_after=after,
-        n_blocks=segment.n_blocks,
-        n_query=segment.n_query,
-        n_head=segment.n_head,
         d_v=d_v,
-        L=segment.window_len,
-        S=n_code,
-        ROWS=rows,
-        COLUMNS=fit(segment.n_query, tiles.columns),
-        VALUES=values,
-        HAS_CARRY=segment.carry is not None,
         **dot_constants(v_prev.dtype, exact=True),
     )
     return Prefix(means, counts, after)
 
 
 def prefix_gradient(
-    segment: Segment,
-    d_means: Tensor,
-    counts: Tensor,
-    d_after: Tensor | None,
-    d_v_prev: Tensor,
+    segment: Segment, d_means: Tensor, counts: Tensor, d_after: Tensor | None, d_v_prev: Tensor
 ) -> Tensor:
     """Add the gradient of evicted values to d_v_prev; return that of the mean before the segment.
 
@@ -206,45 +187,29 @@ def prefix_gradient(
     n_rows, n_blocks, n_code, d_v = d_means.shape
     sums = torch.empty_like(d_means, dtype=torch.float32)
     d_mean = sums.new_empty(n_rows, n_code, d_v)
-    tiles = tiles_of("cache_suffix", d_means.dtype)
-    rows, values = fit(n_code, tiles.rows), fit(d_v, tiles.values)
+    tiles = tiles_of("cache_suffix", d_means.dtype, rows=n_code, values=d_v)
     launch(
         code_kernels.cache_suffix,
-        (n_tiles(d_v, values), n_tiles(n_code, rows), n_rows),
+        (n_tiles(d_v, tiles.values), n_tiles(n_code, tiles.rows), n_rows),
         tiles,
+        **segment.values,
         d_means=d_means,
         counts=counts,
-        carry=counts if segment.carry is None else segment.carry,
         d_after=d_means if d_after is None else d_after.contiguous(),
         sums=sums,
         d_mean=d_mean,
-        n_blocks=n_blocks,
-        n_head=segment.n_head,
         d_v=d_v,
-        S=n_code,
-        ROWS=rows,
-        VALUES=values,
-        HAS_CARRY=segment.carry is not None,
         HAS_AFTER=d_after is not None,
     )
-    tiles = tiles_of("evicted_gradient", d_v_prev.dtype)
-    rows, values = fit(segment.n_query, tiles.rows), fit(d_v, tiles.values)
+    tiles = tiles_of("evicted_gradient", d_v_prev.dtype, rows=segment.n_query, values=d_v)
     launch(
         code_kernels.evicted_gradient,
-        (n_tiles(d_v, values), n_tiles(segment.n_query, rows), n_rows * n_blocks),
+        (n_tiles(d_v, tiles.values), n_tiles(segment.n_query, tiles.rows), n_rows * n_blocks),
         tiles,
+        **segment.values,
         sums=sums,
-        z=segment.codes,
-        counted=segment.counted,
         d_v_prev=d_v_prev,
-        n_blocks=n_blocks,
-        n_query=segment.n_query,
-        n_head=segment.n_head,
         d_v=d_v,
-        L=segment.window_len,
-        S=n_code,
-        ROWS=rows,
-        VALUES=values,
     )
     return d_mean
 
@@ -254,11 +219,10 @@ def nearest_code(k: Tensor, codebook: Tensor) -> Tensor:
     k, codebook = k.float().contiguous(), codebook.float().contiguous()
     (b, h, t, d_k), n_code = k.shape, codebook.shape[1]
     z = torch.empty(b, h, t, dtype=torch.int64, device=k.device)
-    tiles = tiles_of("nearest_code", k.dtype)
-    rows = fit(t, tiles.rows)
+    tiles = tiles_of("nearest_code", k.dtype, rows=t, columns=n_code)
     launch(
         code_kernels.nearest_code,
-        (n_tiles(t, rows), b * h),
+        (n_tiles(t, tiles.rows), b * h),
         tiles,
         k=k,
         code=codebook,
@@ -269,8 +233,6 @@ def nearest_code(k: Tensor, codebook: Tensor) -> Tensor:
         S=n_code,
         DK=d_k,
         D=fit(d_k, 2**16),
-        ROWS=rows,
-        COLUMNS=fit(n_code, tiles.columns),
-        PRECISION=dot_constants(k.dtype, exact=True)["PRECISION"],
+        **dot_constants(k.dtype, exact=True),
     )
     return z

@@ -52,20 +52,17 @@ def decode_token_(
     """Launch the kernel; shapes as in `Token`, `DecodeState` and `Step`."""
     b, h, n_group = code_scores.shape[:3]
     d_v, n_slots = v_new.shape[-1], z.shape[-1]
+    n_code = values.shape[1] - n_slots
     d_k = 1 if q is None else q.shape[-1]
     bias = code_scores if position_scores is None else position_scores
     out = values.new_empty(b, h, n_group, d_v)
-    tiles = tiles_of("decode_token", values.dtype)
-    width = fit(d_v, tiles.values)
-    optional = {  # pointers that the kernel does not use if there is nothing to point to
-        "q": q,
-        "k_new": k_new,
-        "z_evicted": z_evicted,
-        "mean_evicted": mean_evicted,
-    }
+    sizes = {"rows": n_group, "columns": max(n_slots, n_code), "values": d_v}
+    tiles = tiles_of("decode_token", values.dtype, **sizes)
+    # Pointers that the kernel does not use if there is nothing to point to.
+    optional = {"q": q, "k_new": k_new, "z_evicted": z_evicted, "mean_evicted": mean_evicted}
     launch(
         code_kernels.decode_token,
-        (n_tiles(d_v, width), b * h),
+        (n_tiles(d_v, tiles.values), b * h),
         tiles,
         code_scores=code_scores,
         position_scores=bias,
@@ -85,12 +82,9 @@ def decode_token_(
         **_strides("code", code_scores),
         **_strides("position", bias),
         L=n_slots - 1,
-        S=values.shape[1] - n_slots,
+        S=n_code,
         DK=d_k,
         D=fit(d_k, 2**16),
-        ROWS=fit(n_group, 2**16),
-        COLUMNS=fit(max(n_slots, values.shape[1] - n_slots), tiles.columns),
-        VALUES=width,
         HAS_BIAS=position_scores is not None,
         HAS_KEYS=k is not None,
         HAS_MEAN=mean is not None,

@@ -23,8 +23,7 @@ class Tiles:
 
     rows: int
     columns: int
-    values: int = 64
-    """Columns of the values in a tile, for kernels that read values."""
+    values: int = 64  # columns of the values in a tile, for kernels that read values
     warps: int = 4
     stages: int = 1
 
@@ -40,7 +39,7 @@ TILES: dict[str, tuple[Tiles, Tiles]] = {
     "block_weights": (Tiles(64, 64), Tiles(32, 32)),
     "softmax_backward": (Tiles(16, 256), Tiles(16, 128)),
     "flash_blocks": (Tiles(64, 32, warps=8), Tiles(16, 16)),
-    "decode_token": (Tiles(16, 16, 128), Tiles(16, 16, 128)),
+    "decode_token": (Tiles(2**16, 16, 128), Tiles(2**16, 16, 128)),  # rows: all query heads
 }
 
 
@@ -61,9 +60,13 @@ def is_interpreted() -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], tiles: Tiles, **values: Any) -> None:
-    """Run a kernel on the device of its tensors. values: by name; constants are in capitals."""
-    constants = {name: x for name, x in values.items() if name.isupper()}
-    arguments = {name: x for name, x in values.items() if not name.isupper()}
+    """Run a kernel on the device of its tensors.
+
+    values: what it needs, by name, and possibly more; constants are in capitals.
+    """
+    values |= {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "VALUES": tiles.values}
+    constants = {name: values[name] for name in kernel.arg_names if name.isupper()}
+    arguments = {name: values[name] for name in kernel.arg_names if not name.isupper()}
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     run(Launch(kernel, grid, arguments, constants, options))
 
@@ -75,8 +78,13 @@ def run(call: Launch) -> None:
         call.kernel[call.grid](**call.arguments, **call.constants, **call.options)
 
 
-def tiles_of(name: str, dtype: torch.dtype) -> Tiles:
-    return TILES[name][dtype.itemsize > 2]
+def tiles_of(
+    name: str, dtype: torch.dtype, *, rows: int, columns: int = 1, values: int = 1
+) -> Tiles:
+    """Return the tiles of a kernel for an input of this size."""
+    most = TILES[name][dtype.itemsize > 2]
+    sizes = fit(rows, most.rows), fit(columns, most.columns), fit(values, most.values)
+    return Tiles(*sizes, most.warps, most.stages)
 
 
 def fit(size: int, most: int) -> int:

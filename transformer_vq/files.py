@@ -32,6 +32,7 @@ PARTIAL = ".partial"  # suffix of temporary files and folders
 MANIFEST = "manifest.json"  # {"files": {name: SHA-256}}
 CHECKED = ".checked"  # as old as the last comparison with the manifest
 DTYPES = {"bfloat16": "BF16", "bool": "BOOL", "uint8": "U8"}  # others are F32, I64 and so on
+Tensors = Mapping[str, "Tensor"]
 Fetch = Callable[[str], "Tensor"]
 Header = dict[str, tuple[str, tuple[int, ...]]]
 """The tensors of a safetensors file: name -> dtype, such as F32, and shape."""
@@ -211,9 +212,7 @@ def file_digest(path: Path) -> str:
 
 
 def write_manifest(
-    folder: Path,
-    names: Collection[str] | None = None,
-    known: Mapping[str, str] | None = None,
+    folder: Path, names: Collection[str] | None = None, known: Mapping[str, str] | None = None
 ) -> None:
     """Write the manifest of a folder: the SHA-256 of its files. Call it last.
 
@@ -231,8 +230,7 @@ def write_manifest(
 
 def read_manifest(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of each file; raise CorruptFileError if there is no valid manifest."""
-    value = read_json(folder / MANIFEST)
-    digests = value.get("files") if isinstance(value, dict) else None
+    digests = read_object(folder / MANIFEST).get("files")
     if not isinstance(digests, dict) or not all(isinstance(x, str) for x in digests.values()):
         raise CorruptFileError(f"{folder / MANIFEST} is not a manifest")
     return digests
@@ -296,10 +294,7 @@ def check_large_files(folder: Path, fix: str) -> None:
 
 
 def write_tensors(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    metadata: dict[str, str] | None = None,
-    fetch: Fetch | None = None,
+    path: Path, tensors: Tensors, metadata: dict[str, str] | None = None, fetch: Fetch | None = None
 ) -> None:
     """Write a safetensors file with a checksum in its metadata, because it may travel alone.
 
@@ -314,10 +309,7 @@ def write_tensors(
 
 
 def write_safetensors(
-    path: Path,
-    tensors: Mapping[str, Tensor],
-    metadata: dict[str, str] | None = None,
-    fetch: Fetch | None = None,
+    path: Path, tensors: Tensors, metadata: dict[str, str] | None = None, fetch: Fetch | None = None
 ) -> None:
     """Write a safetensors file, one tensor at a time; equal content gives equal files."""
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # aligned
@@ -351,8 +343,7 @@ def _content(x: Tensor) -> memoryview:
 
 
 def read_tensors(
-    path: Path,
-    check: Callable[[Header, dict[str, str]], None] = lambda header, metadata: None,
+    path: Path, check: Callable[[Header, dict[str, str]], None] = lambda header, metadata: None
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the tensors and metadata that `write_tensors` wrote.
 
@@ -379,7 +370,7 @@ def read_tensors(
     return tensors, metadata
 
 
-def tensors_digest(tensors: Mapping[str, Tensor], fetch: Fetch | None = None) -> str:
+def tensors_digest(tensors: Tensors, fetch: Fetch | None = None) -> str:
     """Return the SHA-256 of the names, dtypes, shapes and values of tensors.
 
     fetch: as in `write_tensors`.
@@ -392,8 +383,6 @@ def tensors_digest(tensors: Mapping[str, Tensor], fetch: Fetch | None = None) ->
     return digest.hexdigest()
 
 
-def _tensors_digest(
-    tensors: Mapping[str, Tensor], metadata: dict[str, str], fetch: Fetch | None = None
-) -> str:
+def _tensors_digest(tensors: Tensors, metadata: dict[str, str], fetch: Fetch | None = None) -> str:
     value = {"tensors": tensors_digest(tensors, fetch), "metadata": metadata}
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -101,17 +101,15 @@ def sizes(config: RunConfig) -> Sizes:
     divided = sharded_axes(model) if mesh.tp > 1 else {}
     n_parts = {name: n_shards * (mesh.tp if name in divided else 1) for name in model.state_dict()}
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    copies = {
-        name: config.model.n_layer if name.startswith("branches.") else 1
-        for name in model.state_dict()
-    }
-    parameters = sum(copies[name] * shape.numel() for name, shape in shapes.items())
-    codebooks = sum(
-        copies[name] * b.numel() for name, b in model.named_buffers() if "started" not in name
-    )
-    resident = sum(
-        copies[name] * -(-shape.numel() // n_parts[name]) for name, shape in shapes.items()
-    )
+
+    def total(numbers: dict[str, int]) -> int:
+        """Return the sum over all tensors of the complete model."""
+        branches = sum(n for name, n in numbers.items() if name.startswith("branches."))
+        return sum(numbers.values()) + branches * (config.model.n_layer - 1)
+
+    buffers = {name: b.numel() for name, b in model.named_buffers() if "started" not in name}
+    codebooks = total(buffers)
+    resident = total({x: -(-shape.numel() // n_parts[x]) for x, shape in shapes.items()})
     whole = {x: shape.numel() * n_shards // n_parts[x] for x, shape in shapes.items()}  # by FSDP
     gathered, gradients = 0, resident
     if n_shards > 1:  # embeddings and head, the current branch and the next one
@@ -122,17 +120,16 @@ def sizes(config: RunConfig) -> Sizes:
         ]
         gathered = 2 * (others + 2 * max(branches))
         if config.train.accumulate > 1:
-            gathered, gradients = gathered // 2, sum(copies[x] * n for x, n in whole.items())
+            gathered, gradients = gathered // 2, total(whole)
     forward = flops_per_token(config.model, config.train.seq_len)
-    if config.optim.optimizer in ("adamw", "muon"):  # muon: at most; its matrices keep one moment
-        optimizer = 2 * resident
-    else:
-        optimizer = sum(
-            copies[name] * _adafactor_elements(shape, n_parts[name])
-            for name, shape in shapes.items()
-        )
+    n_before = config.train.seq_len - config.train.backprop_len  # tokens before the last span
+    n_bytes = 2 if config.train.precision == "bf16" else FLOAT_BYTES
+    carried = _state_bytes(config.model, n_before, n_bytes, mesh.tp)
+    optimizer = 2 * resident  # muon: at most; its matrices keep one moment
+    if config.optim.optimizer == "adafactor":
+        optimizer = total({x: _adafactor_elements(s, n_parts[x]) for x, s in shapes.items()})
     return Sizes(
-        parameters=parameters,
+        parameters=total({name: shape.numel() for name, shape in shapes.items()}),
         codebooks=codebooks,
         forward_flops=forward,
         train_flops=3 * forward,
@@ -142,7 +139,7 @@ def sizes(config: RunConfig) -> Sizes:
         gathered_bytes=FLOAT_BYTES * gathered,
         optimizer_bytes=FLOAT_BYTES * optimizer,
         activation_bytes=_activation_bytes(config),
-        carried_bytes=_carried_bytes(config),
+        carried_bytes=config.train.batch_size // mesh.n_rows * carried,
         average_bytes=FLOAT_BYTES * resident if config.train.weight_average else 0,
     )
 
@@ -195,13 +192,10 @@ def mfu_per_token(config: RunConfig, world: World) -> float | None:
     """Return the MFU of one token per second on all devices; None if the peak is unknown."""
     if world.device.type != "cuda":
         return None
-    tf32 = torch.get_float32_matmul_precision() != "highest"
-    name = torch.cuda.get_device_name(world.device)
-    peak = peak_rate(name, config.train.precision, tf32)
-    if peak is None:
-        return None
+    name, tf32 = torch.cuda.get_device_name(world.device), torch.get_float32_matmul_precision()
+    peak = peak_rate(name, config.train.precision, tf32 != "highest")
     flops = 3 * flops_per_token(config.model, config.train.seq_len)
-    return flops / (peak * world.mesh.n_processes)
+    return None if peak is None else flops / (peak * world.mesh.n_processes)
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:
@@ -297,17 +291,8 @@ def _activation_bytes(config: RunConfig) -> int:
     return tokens * per_token + n_rows * state_after
 
 
-def _carried_bytes(config: RunConfig) -> int:
-    """Return the bytes of the states of this rank's rows before the last span."""
-    model, train, mesh = config.model, config.train, config.parallel
-    n_bytes = 2 if train.precision == "bf16" else FLOAT_BYTES
-    state = _state_bytes(model, train.seq_len - train.backprop_len, n_bytes, mesh.tp)
-    return train.batch_size // mesh.n_rows * state
-
-
-def _adafactor_elements(shape: torch.Size, n_parts: int = 1, min_factored: int = 128) -> int:
+def _adafactor_elements(shape: torch.Size, n_parts: int) -> int:
     """Return the elements of Adafactor's second moment; large matrices are factored."""
-    if len(shape) < 2 or sorted(shape)[-2] < min_factored:
+    if len(shape) < 2 or sorted(shape)[-2] < 128:
         return -(-shape.numel() // n_parts)
-    *_, second, largest = sorted(shape)
-    return shape.numel() // second + shape.numel() // largest
+    return sum(shape.numel() // n for n in sorted(shape)[-2:])

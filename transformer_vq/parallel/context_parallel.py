@@ -58,13 +58,9 @@ class Exchange:
         own = self._evicted(inputs, state)
         shards = self._gather(merge(state.cache, own) if self.rank == 0 else own)
         below = reduce(merge, shards[: max(self.rank, 1)])
-        return replace(
-            state,
-            cache=CacheStats(
-                torch.where(is_rank_zero, state.cache.mean, below.mean),
-                torch.where(is_rank_zero, state.cache.count, below.count),
-            ),
-        )
+        mean = torch.where(is_rank_zero, state.cache.mean, below.mean)
+        count = torch.where(is_rank_zero, state.cache.count, below.count)
+        return replace(state, cache=CacheStats(mean, count))
 
     def _evicted(self, inputs: AttentionInputs, state: VQState) -> CacheStats:
         """Return the statistics of the tokens evicted to the cache within this shard."""
@@ -86,14 +82,9 @@ class Exchange:
         assert own.carry is not None
         carry = own.carry.unsqueeze(-1).expand(*own.count.shape[:-1], 1)
         integers = torch.cat([own.count, carry], dim=-1)
-        means, integers = (
-            all_gather_single(x.contiguous().unsqueeze(0), 0, self.group)
-            for x in (own.mean, integers)
-        )
-        return [
-            CacheStats(mean, x[..., :-1], x[..., -1])
-            for mean, x in zip(means.unbind(), integers.unbind(), strict=True)
-        ]
+        both = [x.contiguous().unsqueeze(0) for x in (own.mean, integers)]
+        shards = zip(*(all_gather_single(x, 0, self.group).unbind() for x in both), strict=True)
+        return [CacheStats(mean, x[..., :-1], x[..., -1]) for mean, x in shards]
 
     def _shift(self, x: Tensor) -> Tensor:
         """Return the x of the rank below; rank 0 gets that of the last rank."""
@@ -122,15 +113,10 @@ def own_shard(batch: Batch, state: ModelState, rank: int, size: int) -> tuple[Ba
 
 def own_columns(batch: Batch, rank: int, size: int) -> Batch:
     """Return this rank's shard of a span; padding is checked while it is on the host."""
-    length, valid = batch.tokens.shape[1] // size, batch.valid
-    if size > 1 and valid is not None and is_readable(valid) and _has_inner_padding(valid):
+    length, mask = batch.tokens.shape[1] // size, batch.valid
+    if size > 1 and mask is not None and is_readable(mask) and (mask[:, 1:] > mask[:, :-1]).any():
         raise UserError("parallel.cp: padding must be at the end of rows")
     return batch.map(lambda x: x[:, rank * length : (rank + 1) * length])
-
-
-def _has_inner_padding(valid: Tensor) -> bool:
-    """Return whether padding is followed by a token in any row."""
-    return bool((valid[:, 1:] > valid[:, :-1]).any())
 
 
 def after_tokens(state: ModelState, batch: Batch) -> ModelState:

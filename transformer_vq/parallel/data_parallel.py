@@ -28,11 +28,9 @@ def shard_parameters(model: TransformerVQ, config: RunConfig, world: World) -> N
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     mesh = world.axes["fsdp" if world.mesh.dp == 1 else "hsdp"]
     is_bf16 = config.train.precision == "bf16"
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if is_bf16 else None,
-        reduce_dtype=torch.float32 if is_bf16 else None,
-        cast_forward_inputs=False,  # the residual stream stays float32, as under autocast
-    )
+    computed, reduced = (torch.bfloat16, torch.float32) if is_bf16 else (None, None)
+    # Inputs are not cast: the residual stream stays float32, as under autocast.
+    policy = MixedPrecisionPolicy(computed, reduced, cast_forward_inputs=False)
     for branch in model.branches:
         fully_shard(branch, mesh=mesh, mp_policy=policy)
     # No policy for embeddings and head: logits are computed in float32.
@@ -41,10 +39,8 @@ def shard_parameters(model: TransformerVQ, config: RunConfig, world: World) -> N
 
 def default_group() -> dist.ProcessGroup | None:
     """Return the group of all processes, or None for a single process."""
-    is_single_process = (
-        not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
-    )
-    return None if is_single_process else dist.group.WORLD
+    is_connected = dist.is_available() and dist.is_initialized()
+    return dist.group.WORLD if is_connected and dist.get_world_size() > 1 else None
 
 
 def total_usage(

@@ -1,4 +1,4 @@
-"""The format of checkpoints: parts of tensors in safetensors files, and a JSON index of them.
+"""Parts of tensors, in memory and in the format of checkpoints: safetensors with a JSON index.
 
     {"tensors": {name: {"dtype": "float32", "shape": [4, 8], "parts": [
         {"offset": [0, 0], "shape": [2, 8], "file": "shard-00000.safetensors"}, ...]}}}
@@ -8,9 +8,10 @@ A part that is the whole tensor has its name in the file; others also have their
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,6 +22,30 @@ from transformer_vq.files import CorruptFileError, read_object
 INDEX = "index.json"
 Index = dict[str, dict[str, Any]]
 """dtype, shape and parts of each tensor."""
+
+
+class Shard:
+    """This rank's part of a tensor; all of it if the tensor is not sharded."""
+
+    def __init__(self, x: Any) -> None:
+        self.shape: torch.Size = x.shape
+        self.local: Tensor = x
+        self.slices: tuple[slice, ...] = (slice(None),) * x.ndim
+        self.n_copies = 1
+        """Number of ranks with the same part."""
+        if is_sharded(x):
+            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+            mesh, placements = x.device_mesh, x.placements
+            shape, offset = compute_local_shape_and_global_offset(x.shape, mesh, placements)
+            self.local, self.slices = x.to_local(), _slices(offset, shape)
+            sizes = zip(placements, mesh.shape, strict=True)
+            self.n_copies = math.prod(n for placement, n in sizes if placement.is_replicate())
+
+
+def is_sharded(x: Tensor) -> TypeGuard[Any]:
+    """Return whether x is a DTensor, whose module takes a second to load."""
+    return hasattr(x, "to_local")
 
 
 def read_index(folder: Path) -> Index:
@@ -37,13 +62,18 @@ def read_whole(folder: Path, index: Index, prefix: str = "") -> dict[str, Tensor
     for name, entry in index.items():
         if not name.startswith(prefix):
             continue
-        x = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        x = empty(entry)
         for part in entry["parts"]:
             target = x[_slices(part["offset"], part["shape"])]
             path, key = folder / part["file"], part_name(name, part, x.shape)
             target.copy_(read_part(path, key, [0] * x.ndim, part["shape"]))
         found[name.removeprefix(prefix)] = x
     return found
+
+
+def empty(entry: dict[str, Any], device: torch.device | str | None = None) -> Tensor:
+    """Return zeros with the dtype and shape of an entry of an index."""
+    return torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]), device=device)
 
 
 def _slices(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:

@@ -31,13 +31,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from transformer_vq.files import (
-    file_digest,
-    partial_path,
-    remove,
-    write_json,
-    write_safetensors,
-)
+from transformer_vq.files import file_digest, partial_path, remove, write_json, write_safetensors
 from transformer_vq.parallel.shards import INDEX, Index, part_name, read_part
 
 Publish = Callable[[Path, dict[str, str]], None]
@@ -57,10 +51,8 @@ def save_shards(
     single process. in_background: return after the tensors are copied. Returns a function that
     waits for the files and raises OSError if they could not be written.
     """
-    _ignore_warnings()
     writer = ShardWriter(folder, publish)
-    options: dict[str, Any] = {"storage_writer": writer, "process_group": group}
-    options["no_dist"] = group is None
+    options = _options(group) | {"storage_writer": writer}
 
     def guarded(work: Callable[[], Any]) -> None:
         try:
@@ -94,17 +86,29 @@ def load_shards(
     folder: Path, index: Index, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
 ) -> None:
     """Fill this rank's parts of tensors in place, whatever the mesh that wrote them."""
-    _ignore_warnings()
-    reader = ShardReader(folder, index)
-    load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+    load(tensors, storage_reader=ShardReader(folder, index), **_options(group))
 
 
-def _ignore_warnings() -> None:
-    """Ignore the warning that there is a single process, which is intended."""
+def _options(group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Return options of `save` and `load`, whose warning about a single process is ignored."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    return {"process_group": group, "no_dist": group is None}
 
 
-class ShardWriter(StorageWriter):
+class Folder:
+    """What writing and reading have in common: the path is known, and plans are kept."""
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class ShardWriter(Folder, StorageWriter):
     """Writes one safetensors file per rank, then the index."""
 
     def __init__(self, folder: Path, publish: Publish) -> None:
@@ -112,19 +116,13 @@ class ShardWriter(StorageWriter):
         self.partial: Path | None = None
         """The temporary folder, on the rank that creates it."""
 
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On one rank: create the temporary folder, and name the file of each rank."""
-        self.partial = partial_path(self.folder)
-        self.partial.mkdir(parents=True)
-        names = [f"shard-{i:05d}.safetensors" for i in range(len(plans))]
-        paths = [self.partial / name for name in names]
+        folder = self.partial = partial_path(self.folder)
+        folder.mkdir(parents=True)
+        paths = [folder / f"shard-{i:05d}.safetensors" for i in range(len(plans))]
         return [replace(p, storage_data=path) for p, path in zip(plans, paths, strict=True)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -154,30 +152,20 @@ class ShardWriter(StorageWriter):
         for name, about in metadata.state_dict_metadata.items():
             assert isinstance(about, TensorStorageMetadata)
             parts = [
-                {
-                    "offset": list(chunk.offsets),
-                    "shape": list(chunk.sizes),
-                    "file": files[name, chunk.offsets],
-                }
-                for chunk in about.chunks
+                {"offset": list(x.offsets), "shape": list(x.sizes), "file": files[name, x.offsets]}
+                for x in about.chunks
             ]
             dtype = str(about.properties.dtype).removeprefix("torch.")
             index[name] = {"dtype": dtype, "shape": list(about.size), "parts": parts}
         write_json(self.partial / INDEX, {"tensors": index})
         self.publish(self.partial, dict(r.storage_data for r in written))
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
-
-class ShardReader(StorageReader):
+class ShardReader(Folder, StorageReader):
     """Reads the parts that this rank needs, one at a time."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         self.folder, self.index = folder, index
-
-    def reset(self, checkpoint_id: Any = None) -> None: ...
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         about: dict[str, Any] = {}
@@ -193,13 +181,8 @@ class ShardReader(StorageReader):
             about[name] = TensorStorageMetadata(dtype, torch.Size(entry["shape"]), chunks)
         return Metadata(about, storage_data=stored)
 
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
         self.stored = metadata.storage_data
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
@@ -214,7 +197,3 @@ class ShardReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True

@@ -31,6 +31,7 @@ from transformer_vq.parallel.context_parallel import (
     share_last,
 )
 from transformer_vq.parallel.data_parallel import shard_parameters, total_usage
+from transformer_vq.parallel.shards import Shard
 from transformer_vq.parallel.tensor_parallel import (
     STATE,
     check_widths,
@@ -48,24 +49,17 @@ def check_mesh(config: RunConfig, mesh: ParallelConfig) -> None:
     """Raise UserError if a run cannot be trained on a mesh."""
     model, train = config.model, config.train
     n_parts = max(train.accumulate, 1)
-    if train.batch_size % (mesh.n_rows * n_parts):
-        raise UserError(
-            f"train.batch_size={train.batch_size} cannot be split across dp x fsdp = "
-            f"{mesh.n_rows} ranks with train.accumulate={n_parts}; "
-            f"use a multiple of {mesh.n_rows * n_parts}"
-        )
-    if mesh.cp > 1:
-        if model.attention == "full":
-            raise UserError(
-                f"parallel.cp={mesh.cp} requires model.attention=vq, because full attention keeps "
-                "all keys; use model.attention=vq or parallel.cp=1"
-            )
-        if train.backprop_len % (mesh.cp * model.block_len):
-            raise UserError(
-                f"train.backprop_len={train.backprop_len} cannot be split into parallel.cp="
-                f"{mesh.cp} shards of complete blocks; use a multiple of "
-                f"{mesh.cp * model.block_len} (cp x model.block_len)"
-            )
+    if train.batch_size % (n := mesh.n_rows * n_parts):
+        problem = f"train.batch_size={train.batch_size} cannot be split across dp x fsdp ="
+        ranks = f"{mesh.n_rows} ranks with train.accumulate={n_parts}"
+        raise UserError(f"{problem} {ranks}; use a multiple of {n}")
+    if mesh.cp > 1 and model.attention == "full":
+        problem = f"parallel.cp={mesh.cp} requires model.attention=vq, because full attention"
+        raise UserError(f"{problem} keeps all keys; use model.attention=vq or parallel.cp=1")
+    if mesh.cp > 1 and train.backprop_len % (n := mesh.cp * model.block_len):
+        problem = f"train.backprop_len={train.backprop_len} cannot be split into parallel.cp="
+        fix = f"use a multiple of {n} (cp x model.block_len)"
+        raise UserError(f"{problem}{mesh.cp} shards of complete blocks; {fix}")
     if mesh.tp > 1:
         check_widths(model, mesh.tp)
 
@@ -212,16 +206,8 @@ class ParallelStrategy:
         """Set the tensors of the model from full ones, of which each rank takes its part."""
         targets = self.model_tensors()
         for name, x in weights:
-            target: Any = targets[name]
-            if hasattr(target, "to_local"):
-                from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-                shape, offset = compute_local_shape_and_global_offset(
-                    target.shape, target.device_mesh, target.placements
-                )
-                x = x[tuple(slice(i, i + n) for i, n in zip(offset, shape, strict=True))]
-                target = target.to_local()
-            target.detach().copy_(x)
+            shard = Shard(targets[name])
+            shard.local.detach().copy_(x[shard.slices])
 
     def release_gathered(self) -> None:
         """Free the parameters that FSDP has gathered, so that the next pass reads the shards.
@@ -247,22 +233,12 @@ class ParallelStrategy:
             return tensors
         return {name: self._sharded(x, self._state_axes(name)) for name, x in tensors.items()}
 
-    def empty_state(self, index: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return zeros for this rank's rows of a state. index: dtype and full shape by name."""
-        found = {}
-        for name, entry in index.items():
-            shape = list(entry["shape"])
-            for axis, dim in self._state_axes(name).items():
-                shape[dim] //= self.world.size(axis)
-            found[name] = torch.zeros(shape, dtype=getattr(torch, entry["dtype"]))
-        return found
-
     def own_state(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's rows of the full tensors of a state."""
         found = dict(tensors)
         for name in found:
             for axis, dim in self._state_axes(name).items():
-                found[name] = self.world.shard(found[name], axis, dim)
+                found[name] = found[name].chunk(self.world.size(axis), dim)[self.world.rank(axis)]
         return found
 
     def _sharded(self, x: Tensor, axes: Mapping[str, int]) -> Tensor:
@@ -325,14 +301,11 @@ class RNGStreams:
 
     def _switch(self, name: str) -> None:
         if self.states:
-            self.states[self.current] = self._get()
+            is_cuda = self.device.type == "cuda"
+            state = torch.cuda.get_rng_state(self.device) if is_cuda else torch.get_rng_state()
+            self.states[self.current] = state
             self.current = name
             self._set(self.states[name])
-
-    def _get(self) -> Tensor:
-        if self.device.type == "cuda":
-            return torch.cuda.get_rng_state(self.device)
-        return torch.get_rng_state()
 
     def _set(self, state: Tensor) -> None:
         if self.device.type == "cuda":
@@ -354,10 +327,8 @@ def compile_branches(model: TransformerVQ) -> None:
     for branch in model.branches:
         compiled = torch.compile(branch.forward, fullgraph=True, backend=COMPILER)
         branch.forward = _in_training(branch, compiled, branch.forward)
-    info(
-        "torch.compile is on: the first steps compile the layers, which may take minutes; "
-        "--train.no-compile turns it off"
-    )
+    note = "the first steps compile the layers, which may take minutes"
+    info(f"torch.compile is on: {note}; --train.no-compile turns it off")
 
 
 def _in_training(

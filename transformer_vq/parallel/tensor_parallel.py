@@ -21,7 +21,6 @@ from transformer_vq.errors import UserError
 from transformer_vq.nn.attention import AttentionLayer
 from transformer_vq.nn.layers import FeedForward
 from transformer_vq.nn.model import TransformerVQ
-from transformer_vq.nn.quantizer import Quantized
 
 if TYPE_CHECKING:  # takes a second to load
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,10 +65,8 @@ def shard_heads(heads: Heads, n: int) -> Heads:
     what = sharded(heads)
     width = {"heads": heads.n_kv_head, "query heads": heads.n_head, "value columns": heads.d_v}
     if width[what] % n:
-        raise UserError(
-            f"parallel.tp={n}: does not divide the {width[what]} {what} of this model; choose a "
-            "divisor"
-        )
+        problem = f"does not divide the {width[what]} {what} of this model"
+        raise UserError(f"parallel.tp={n}: {problem}; choose a divisor")
     if what == "value columns":
         return replace(heads, d_v=heads.d_v // n)
     n_kv_head = heads.n_kv_head // n if what == "heads" else 1
@@ -80,10 +77,8 @@ def check_widths(config: ModelConfig, n: int) -> None:
     """Raise UserError if n ranks cannot shard the widths of a model evenly."""
     shard_heads(config.layer.heads, n)
     if config.d_ff % n:
-        raise UserError(
-            f"parallel.tp={n}: does not divide the feed-forward width {config.d_ff}; choose a "
-            "divisor"
-        )
+        problem = f"does not divide the feed-forward width {config.d_ff}"
+        raise UserError(f"parallel.tp={n}: {problem}; choose a divisor")
 
 
 def plan_of(branch: nn.Module, heads: Heads) -> Plan:
@@ -139,7 +134,10 @@ def shard_widths(model: TransformerVQ, mesh: DeviceMesh) -> None:
                 own = getattr(quantizer, name).chunk(n)[mesh.get_local_rank()]
                 setattr(quantizer, name, own.clone())
         elif quantizer is not None:
-            quantizer.register_forward_hook(_divide_commit_loss(n))
+            # All ranks have the same keys, so each has an equal share of the loss.
+            quantizer.register_forward_hook(
+                lambda _, args, output: replace(output, commit_loss=output.commit_loss / n)
+            )
     if model.positions is not None:
         distribute_parameter(model.positions, "scale", mesh, None)
     embed = RowwiseParallel(input_layouts=Replicate())
@@ -147,15 +145,6 @@ def shard_widths(model: TransformerVQ, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, {"embed": embed, "head": head})
     model.head.register_forward_hook(_gather_outside_of_training)
     model.tie_weights()
-
-
-def _divide_commit_loss(n: int) -> Any:
-    """Return a hook: all ranks have the same keys, so each has an equal share of the loss."""
-
-    def hook(_: nn.Module, args: tuple[Any, ...], output: Quantized) -> Quantized:
-        return replace(output, commit_loss=output.commit_loss / n)
-
-    return hook
 
 
 def _gather_outside_of_training(head: nn.Module, args: tuple[Any, ...], logits: Any) -> Tensor:

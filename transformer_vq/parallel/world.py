@@ -28,10 +28,7 @@ from transformer_vq.config import ParallelConfig
 from transformer_vq.device import find_device
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
-COMBINED_AXES = {
-    "rows": ("dp_replicate", "dp_shard"),
-    "data": ("dp_replicate", "dp_shard", "cp"),
-}
+COMBINED_AXES = {"rows": ("dp_replicate", "dp_shard"), "data": ("dp_replicate", "dp_shard", "cp")}
 
 
 class World:
@@ -48,9 +45,8 @@ class World:
         # Two views of one mesh, because FSDP has a single axis for what shards parameters.
         ranks = init_device_mesh(self.device.type, (math.prod(shape),), mesh_dim_names=("world",))
         fine = ranks._unflatten(0, shape, AXES)
-        coarse = ranks._unflatten(
-            0, (shape[0], shape[1] * shape[2], shape[3]), ("dp_replicate", "fsdp", "tp")
-        )
+        by_fsdp = (shape[0], shape[1] * shape[2], shape[3])
+        coarse = ranks._unflatten(0, by_fsdp, ("dp_replicate", "fsdp", "tp"))
         self.device_mesh = fine
         self.axes = {axis: fine[axis] for axis in AXES}
         self.axes |= {name: fine[axes]._flatten(name) for name, axes in COMBINED_AXES.items()}
@@ -126,10 +122,6 @@ class World:
         dist.broadcast(x, src=0)
         return int(x)
 
-    def shard(self, x: Tensor, axis: str, dim: int) -> Tensor:
-        """Return this rank's shard of a full tensor."""
-        return x.chunk(self.size(axis), dim)[self.rank(axis)]
-
     @contextmanager
     def local_rank_zero_first(self) -> Iterator[None]:
         """Run the body on local rank 0 of each machine first, then on the other ranks.
@@ -152,15 +144,9 @@ def join_world(mesh: ParallelConfig, device: str) -> Iterator[World]:
         yield World(mesh, device)
         return
     own = _own_device(device)
-    backend = "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo"
+    backend, device_id = ("cpu:gloo,cuda:nccl", own) if own.type == "cuda" else ("gloo", None)
     store, rank, size = _own_store()
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=size,
-        device_id=own if own.type == "cuda" else None,
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, device_id=device_id)
     yield World(mesh, device)
     # Skipped after an error: other ranks may have exited, and destroying the group would hang.
     dist.destroy_process_group()

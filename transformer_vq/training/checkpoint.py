@@ -50,7 +50,7 @@ from transformer_vq.files import (
     write_tensors,
 )
 from transformer_vq.nn.model import TransformerVQ, check_tensors
-from transformer_vq.parallel.shards import Index, read_index, read_whole
+from transformer_vq.parallel.shards import Index, empty, read_index, read_whole
 from transformer_vq.parallel.world import World
 from transformer_vq.progress import warn
 from transformer_vq.training.packaged import find_run
@@ -68,12 +68,8 @@ BEST_COPY = "best.safetensors"  # of pinned checkpoints
 FORMAT = 4  # version of run folders; increment when older ones can no longer be read
 
 # Fields of a model config that affect its training, but not the function it computes.
-TRAINING_FIELDS = frozenset(
-    {
-        *("p_dropsin", "p_dropres", "p_droplyr", "commit_coef", "grad_through_cache"),
-        *("ema_decay", "codebook_init", "revive_below"),
-    }
-)
+TRAINING_FIELDS = {"p_dropsin", "p_dropres", "p_droplyr", "commit_coef", "grad_through_cache"}
+TRAINING_FIELDS |= {"ema_decay", "codebook_init", "revive_below"}
 
 
 class CheckpointError(UserError):
@@ -179,10 +175,9 @@ def read_config(run: Path) -> RunConfig:
     except CorruptFileError as error:
         raise CheckpointError(f"{error}; {fix}") from error
     if (found := values.pop("format", 1)) != FORMAT:
-        raise CheckpointError(
-            f"{run} was written by another version of transformer_vq (format {found!r:.20}, this "
-            f"version reads {FORMAT}); train it again"
-        )
+        problem = f"{run} was written by another version of transformer_vq"
+        formats = f"format {found!r:.20}, this version reads {FORMAT}"
+        raise CheckpointError(f"{problem} ({formats}); train it again")
     try:
         return RunConfig.from_dict(values)
     except UserError as error:
@@ -232,8 +227,7 @@ def locked(run: Path, is_rank_zero: bool = True) -> Iterator[None]:
     """Create and lock a run folder, so that only one process at a time writes to it.
 
     Other ranks than rank 0 do nothing. Raises CheckpointError if another process holds the lock,
-    which ends with that process.
-    Temporary files of killed processes are removed.
+    which ends with that process. Temporary files of killed processes are removed.
     """
     if not is_rank_zero:
         yield
@@ -308,13 +302,10 @@ def save_best(
 
     def publish(partial: Path, digests: dict[str, str]) -> None:
         index = read_index(partial)
-        empty = {
-            name: torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta")
-            for name, entry in index.items()
-        }
+        tensors = {name: empty(entry, "meta") for name, entry in index.items()}
         best.parent.mkdir(exist_ok=True)
         write_tensors(
-            best, empty, metadata, lambda name: read_whole(partial, {name: index[name]})[name]
+            best, tensors, metadata, lambda name: read_whole(partial, {name: index[name]})[name]
         )
         remove(partial)
 
@@ -327,24 +318,21 @@ def load_checkpoint(run: Path, step: int, world: World | None = None) -> Checkpo
     world: of all ranks that call this together. Each verifies some of the files.
     """
     folder = checkpoint_folder(run, step)
-    rank, size = (0, 1) if world is None else (world.global_rank, world.mesh.n_processes)
-    found, failure = None, None
+    world, failure = world or World(), None
     try:
-        check_manifest(folder, names=sorted(read_manifest(folder))[rank::size])
+        names = sorted(read_manifest(folder))
+        check_manifest(folder, names=names[world.global_rank :: world.mesh.n_processes])
         metadata, index = read_json(folder / METADATA), read_index(folder)
         if metadata["format"] != FORMAT:
             raise CheckpointError(f"{folder} was written by another version of transformer_vq")
         if metadata["step"] != step:
             raise CheckpointError(f"{folder} holds step {metadata['step']}; was it renamed?")
-        found = Checkpoint(step, folder, index, metadata)
     except UserError as error:
-        failure = CheckpointError(str(error))
-        failure.__cause__ = error
-    if world is not None and world.any(failure is not None) and failure is None:
-        failure = CheckpointError(f"{folder} is corrupt; another rank reports why")
-    if failure is not None or found is None:
-        raise failure or CheckpointError(f"{folder} is corrupt")
-    return found
+        failure = error
+    if world.any(failure is not None):
+        reason = failure or f"{folder} is corrupt; another rank reports why"
+        raise CheckpointError(str(reason)) from failure
+    return Checkpoint(step, folder, index, metadata)
 
 
 def newest_checkpoint(
@@ -359,10 +347,10 @@ def newest_checkpoint(
     UserError to reject a checkpoint.
     """
     steps = checkpoint_steps(run)
-    n_steps = len(steps) if world is None else world.from_rank_zero(len(steps))
+    world = world or World()
+    n_steps = world.from_rank_zero(len(steps))
     for i in range(n_steps):
-        step = steps[-1 - i] if i < len(steps) else 0
-        step = step if world is None else world.from_rank_zero(step)
+        step = world.from_rank_zero(steps[-1 - i] if i < len(steps) else 0)
         try:
             checkpoint = load_checkpoint(run, step, world)
             check(checkpoint)
@@ -370,10 +358,8 @@ def newest_checkpoint(
         except UserError as error:
             warn(f"{error}; trying the checkpoint before it")
     if n_steps:
-        raise CheckpointError(
-            f"all {n_steps} checkpoints of {run} are corrupt; restore one from a copy, or start "
-            "a new run"
-        )
+        problem = f"all {n_steps} checkpoints of {run} are corrupt"
+        raise CheckpointError(f"{problem}; restore one from a copy, or start a new run")
     return None
 
 
@@ -385,7 +371,7 @@ def restore_best(run: Path, checkpoint: Checkpoint | None) -> None:
     best = run / BEST / MODEL
     if checkpoint is None or checkpoint.metadata["best_loss"] is None:
         best.unlink(missing_ok=True)
-    elif (copy := checkpoint_folder(run, checkpoint.step) / BEST_COPY).is_file():
+    elif (copy := checkpoint.folder / BEST_COPY).is_file():
         best.parent.mkdir(exist_ok=True)
         with atomic_write(best) as partial:
             shutil.copyfile(copy, partial)
@@ -432,15 +418,12 @@ def load_model(
         except CheckpointError as error:
             raise CheckpointError(f"{error}; choose another checkpoint of {steps}") from error
     else:
-        raise CheckpointError(
-            f"{run} has no checkpoint {which!r}; choose best, last or one of {steps}"
-        )
-    folder = checkpoint_folder(run, checkpoint.step)
+        fix = f"choose best, last or one of {steps}"
+        raise CheckpointError(f"{run} has no checkpoint {which!r}; {fix}")
     if other := sorted(checkpoint.config.differences(original).keys() - FREE_FIELDS):
-        raise CheckpointError(
-            f"{folder} is a checkpoint of another run: {', '.join(other)} differ; delete it"
-        )
-    _check_fits(run, config, checkpoint.model, folder)
+        problem = f"{checkpoint.folder} is a checkpoint of another run"
+        raise CheckpointError(f"{problem}: {', '.join(other)} differ; delete it")
+    _check_fits(run, config, checkpoint.model, checkpoint.folder)
     return checkpoint.model, f"step {checkpoint.step}"
 
 
@@ -452,10 +435,8 @@ def _check_fits(run: Path, config: RunConfig, model: TransformerVQ, path: Path) 
         if name not in TRAINING_FIELDS
     ]
     if named:
-        raise CheckpointError(
-            f"{path} does not fit {run / CONFIG}: {', '.join(named)}; undo the edit of the config, "
-            "or restore the model"
-        )
+        problem = f"{path} does not fit {run / CONFIG}: {', '.join(named)}"
+        raise CheckpointError(f"{problem}; undo the edit of the config, or restore the model")
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> list[tuple[str, Any, Any]]:

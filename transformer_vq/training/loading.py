@@ -18,12 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from transformer_vq.config import DataConfig, ModelConfig, RunConfig
-from transformer_vq.data.tokenizers import (
-    TEMPLATE_FILE,
-    TOKENIZER_FILES,
-    Tokenizer,
-    load_tokenizer,
-)
+from transformer_vq.data.tokenizers import TEMPLATE_FILE, TOKENIZER_FILES, Tokenizer, load_tokenizer
 from transformer_vq.device import meta_device
 from transformer_vq.files import (
     MANIFEST,
@@ -95,9 +90,8 @@ def _read_export(folder: Path) -> dict[str, Any] | None:
     values = read_object(folder / CONFIG)
     kind = values.get("model_type")
     if kind not in (None, MODEL_TYPE):
-        raise CheckpointError(
-            f"{folder} is a model of type {kind!s:.40}; give one of type {MODEL_TYPE}"
-        )
+        problem = f"{folder} is a model of type {kind!s:.40}"
+        raise CheckpointError(f"{problem}; give one of type {MODEL_TYPE}")
     return None if kind is None else values
 
 
@@ -114,9 +108,8 @@ def _load_export(folder: Path, values: dict[str, Any]) -> TransformerVQ:
     check_export(folder)
     named = values.get("architectures") or [ARCHITECTURE]
     if ARCHITECTURE not in named:
-        raise CheckpointError(
-            f"{folder} is a {named[0]!s:.60}; only {ARCHITECTURE} has an output head for text"
-        )
+        need = f"only {ARCHITECTURE} has an output head for text"
+        raise CheckpointError(f"{folder} is a {named[0]!s:.60}; {need}")
     names = [MODEL]
     # transformers reads the index only if the single file does not exist.
     if (folder / INDEX).is_file() and not (folder / MODEL).is_file():
@@ -130,19 +123,16 @@ def _load_export(folder: Path, values: dict[str, Any]) -> TransformerVQ:
                     name_here = key.removeprefix("model.").removeprefix("lm_")
                     tensors[name_here] = x.float() if x.is_floating_point() else x
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{folder / name} is missing or corrupt ({error}); export the model again"
-            ) from error
+            problem = f"{folder / name} is missing or corrupt ({error})"
+            raise CheckpointError(f"{problem}; export the model again") from error
     with meta_device():
         model = TransformerVQ(_exported_config(values))
     try:
         model.load_state_dict(tensors, assign=True)
     except RuntimeError as error:
         reason = str(error).splitlines()[1].strip()
-        raise CheckpointError(
-            f"{folder} does not contain the tensors of its config: {reason:.200}; export the model "
-            "again"
-        ) from error
+        problem = f"{folder} does not contain the tensors of its config: {reason:.200}"
+        raise CheckpointError(f"{problem}; export the model again") from error
     check_tensors(folder, tensors, model)
     return model
 
@@ -231,10 +221,8 @@ class InitialModel:
         ignored = TRAINING_FIELDS | {"vocab_size"}
         if differing := [x for x in differences(self.config, wanted) if x[0] not in ignored]:
             named = ", ".join(f"model.{n} ({given}, here {here})" for n, given, here in differing)
-            raise CheckpointError(
-                f"--train.init-from {self.name}: its model differs in {named}; change these "
-                "options to match"
-            )
+            problem = f"--train.init-from {self.name}: its model differs in {named}"
+            raise CheckpointError(f"{problem}; change these options to match")
 
     def check_tokens(self, data: DataConfig, tokenizer: Tokenizer) -> None:
         """Raise CheckpointError if the tokenizer of the data is not that of the model."""

@@ -101,14 +101,9 @@ class TrainingLoop:
         finished = progress.is_finished(self.config)
         # The same on all ranks: each must exit with the status of the signal.
         stopped_by = None if finished else world.largest(stop.signal or 0) or None
-        best = (progress.best_loss, progress.best_bits_per_byte)
-        return TrainingResult(
-            self.folder,
-            progress.step,
-            finished,
-            stopped_by,
-            *(math.inf if x is None else x for x in best),
-        )
+        both = (progress.best_loss, progress.best_bits_per_byte)
+        best = [math.inf if x is None else x for x in both]
+        return TrainingResult(self.folder, progress.step, finished, stopped_by, *best)
 
     def _train_step(self, log: MetricsLog) -> str:
         """Train one step and log it; return the note for the progress bar.
@@ -119,13 +114,8 @@ class TrainingLoop:
         batch, n_targets = self._next_batch()
         is_logged = (step + 1) % self.config.train.log_every == 0
         try:
-            result = self.trainer.step(
-                batch,
-                step,
-                begins=self.batches.starts_sequences(step),
-                ends=self.batches.starts_sequences(step + 1),
-                n_targets=n_targets,
-            )
+            begins, ends = map(self.batches.starts_sequences, (step, step + 1))
+            result = self.trainer.step(batch, step, begins=begins, ends=ends, n_targets=n_targets)
             if is_logged:
                 health = _health(result)  # before the check, so that the host waits once
                 self.trainer.check_finite()
@@ -140,10 +130,8 @@ class TrainingLoop:
     def _next_batch(self) -> tuple[Batch, int]:
         """Return this rank's rows of the next batch; those after it are read on another thread."""
         step, rows = self.progress.step, self.trainer.strategy.rows
-        if self._read_ahead is None:
-            self._read_ahead = self._reader.submit(self.batches.read, step, rows)
-        found = self._read_ahead.result()
-        self._read_ahead = None
+        ahead, self._read_ahead = self._read_ahead, None
+        found = self.batches.read(step, rows) if ahead is None else ahead.result()
         if step + 1 < self.config.train.steps:
             self._read_ahead = self._reader.submit(self.batches.read, step + 1, rows)
         return found
@@ -276,10 +264,8 @@ class TrainingLoop:
         try:
             save()
         except OSError as error:
-            message = (
-                f"cannot save step {step}: {error}; {self._last_checkpoint()}; free some space, "
-                f"then run `tvq resume {self.folder}`"
-            )
+            fix = f"free some space, then run `tvq resume {self.folder}`"
+            message = f"cannot save step {step}: {error}; {self._last_checkpoint()}; {fix}"
             if required:
                 raise TrainingError(message) from error
             warn(message)
@@ -288,11 +274,9 @@ class TrainingLoop:
 
     def _not_finite_message(self, error: NotFiniteError) -> str:
         step = error.step if isinstance(error, NotFiniteStepError) else self.progress.step + 1
-        return (
-            f"step {step} is not finite ({error}); {self._last_checkpoint()}; use `tvq "
-            f"resume {self.folder}` with a smaller --optim.lr or --optim.grad-clip, or start again "
-            "with a longer --optim.warmup"
-        )
+        fix = f"use `tvq resume {self.folder}` with a smaller --optim.lr or --optim.grad-clip"
+        problem = f"step {step} is not finite ({error}); {self._last_checkpoint()}"
+        return f"{problem}; {fix}, or start again with a longer --optim.warmup"
 
     def _last_checkpoint(self) -> str:
         steps = checkpoint_steps(self.folder)

@@ -10,14 +10,15 @@ every mesh; here the precision is that of the weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from transformer_vq.config import OptimConfig
+from transformer_vq.parallel.shards import Shard, is_sharded
 
 
 def learning_rate(config: OptimConfig, step: int, n_steps: int) -> float:
@@ -96,21 +97,18 @@ class Muon(AdamW):
         loss = None if closure is None else closure()
         held: list[tuple[Tensor, Tensor]] = []
         for group in self.param_groups:
-            if not group.get("orthogonalize"):
-                continue
-            for p in group["params"]:
+            for p in group["params"] if group.get("orthogonalize") else ():
                 if p.grad is not None:
                     held.append((p, p.grad))
-                    self._update(p, p.grad, self.state[p], group)
+                    self._update(p, p.grad, group)
                     p.grad = None  # AdamW skips it
         super().step()
         for p, grad in held:
             p.grad = grad
         return loss
 
-    def _update(
-        self, p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]
-    ) -> None:
+    def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
         if not state:  # AdamW's load_state_dict expects a number of steps
             state |= {"step": torch.tensor(0.0), "momentum": torch.zeros_like(p)}
         state["step"] += 1
@@ -150,11 +148,7 @@ class Adafactor(torch.optim.Optimizer):
     min_scale = 1e-3
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 0.01,
-        *,
-        update_clip: float = 1.0,
+        self, params: Iterable[Any], lr: float = 0.01, *, update_clip: float = 1.0
     ) -> None:
         defaults = {"lr": lr, "update_clip": update_clip, "decay_per_step": 0.0}
         super().__init__(params, defaults)
@@ -162,106 +156,67 @@ class Adafactor(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         loss = None if closure is None else closure()
-        updates = [
-            (p, group) for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
-        if any(is_sharded(p) for p, _ in updates):
-            self._update(updates)  # all at once, in two messages
-        else:
-            for update in updates:  # one at a time, in less memory
-                self._update([update])
+        found = [(p, group) for group in self.param_groups for p in group["params"]]
+        found = [(p, group) for p, group in found if p.grad is not None]
+        # Sharded parameters all at once, in two messages; others one at a time, in less memory.
+        for batch in [found] if any(is_sharded(p) for p, _ in found) else [[x] for x in found]:
+            self._update(batch)
         return loss
 
     def _update(self, parameters: list[tuple[Tensor, dict[str, Any]]]) -> None:
         """Update parameters, each given with its group."""
-        shards = [Shard(p) for p, _ in parameters]
-        grads = [Shard(p.grad).local for p, _ in parameters]
-        squares = [grad.square() + 1e-30 for grad in grads]
-        axes = [_factored_axes(p, self.min_factored) for p, _ in parameters]
         wanted: list[tuple[Shard, Tensor, int | None]] = []
-        for shard, squared, factored in zip(shards, squares, axes, strict=True):
+        for p, _ in parameters:
+            shard, squared = Shard(p), Shard(p.grad).local.square() + 1e-30
             wanted.append((shard, shard.local.square(), None))
-            wanted += [(shard, squared, axis) for axis in reversed(factored or ())]
+            wanted += [(shard, squared, axis) for axis in reversed(self._factored_axes(p))]
         found = iter(means(wanted))
         scales, updates = [], []
-        for (p, _), shard, grad, squared, factored in zip(
-            parameters, shards, grads, squares, axes, strict=True
-        ):
+        for p, _ in parameters:
             scales.append(next(found).sqrt().clamp(min=self.min_scale))
-            factors = None if factored is None else (next(found), next(found))
-            updates.append(self._direction(p, shard, grad, squared, factored, factors))
-        sizes = means(
-            [(shard, update.square(), None) for shard, update in zip(shards, updates, strict=True)]
-        )
-        for (_, group), shard, update, size, scale in zip(
-            parameters, shards, updates, sizes, scales, strict=True
+            updates.append((Shard(p), self._direction(p, found)))
+        sizes = means([(shard, update.square(), None) for shard, update in updates])
+        for (_, group), (shard, update), size, scale in zip(
+            parameters, updates, sizes, scales, strict=True
         ):
             clipped = update / (size.sqrt() / group["update_clip"]).clamp(min=1)
             shard.local.mul_(1 - group["decay_per_step"])
             shard.local.sub_(clipped * (group["lr"] * scale))
 
-    def _direction(
-        self,
-        p: Tensor,
-        shard: Shard,
-        grad: Tensor,
-        squared: Tensor,
-        axes: tuple[int, int] | None,
-        factors: tuple[Tensor, Tensor] | None,
-    ) -> Tensor:
+    def _direction(self, p: Tensor, factors: Iterator[Tensor]) -> Tensor:
         """Return the gradient divided by the root of its second moment, which is updated.
 
-        squared: of the gradient; factors: its means over the columns and over the rows.
+        factors: means of the squared gradient over the columns and over the rows, if p is factored.
         """
-        state = self.state[p]
-        if not state:
-            state["step"] = 0
-            if factors is None:
-                state["v"] = torch.zeros_like(p)
-            else:
-                state["v_row"], state["v_col"] = map(torch.zeros_like, factors)
-        state["step"] += 1
+        state, grad, axes = self.state[p], Shard(p.grad).local, self._factored_axes(p)
+        state["step"] = state.get("step", 0) + 1
         beta2 = 1 - state["step"] ** -0.8
-        if axes is None or factors is None:
+        if not axes:
+            if "v" not in state:
+                state["v"] = torch.zeros_like(p)
             v = Shard(state["v"]).local
-            v.lerp_(squared, 1 - beta2)
+            v.lerp_(grad.square() + 1e-30, 1 - beta2)
             return grad * v.rsqrt()
-        row, col = axes
-        state["v_row"].lerp_(factors[0], 1 - beta2)
-        state["v_col"].lerp_(factors[1], 1 - beta2)
+        for name in ("v_row", "v_col"):
+            factor = next(factors)
+            if name not in state:
+                state[name] = torch.zeros_like(factor)
+            state[name].lerp_(factor, 1 - beta2)
         # The second moment is estimated by the outer product of the two over their mean.
+        (row, col), slices = axes, Shard(p).slices
         v_row, v_col = state["v_row"].unsqueeze(col), state["v_col"].unsqueeze(row)
         by_row = (v_row / v_row.mean(row, keepdim=True)).rsqrt()
-        slices = shard.slices
-        own_row = by_row[_with(slices, col, slice(None))]
-        own_col = v_col.rsqrt()[_with(slices, row, slice(None))]
-        update: Tensor = grad * own_row * own_col
+        by_col = v_col.rsqrt()
+        update: Tensor = grad * by_row.expand(p.shape)[slices] * by_col.expand(p.shape)[slices]
         return update
 
+    def _factored_axes(self, p: Tensor) -> tuple[int, ...]:
+        """Return the axes kept by the row and the column statistics; empty if p is not factored.
 
-def is_sharded(x: Tensor) -> TypeGuard[Any]:
-    """Return whether x is a DTensor, whose module takes a second to load."""
-    return hasattr(x, "to_local")
-
-
-class Shard:
-    """This rank's part of a tensor; all of it if the tensor is not sharded."""
-
-    def __init__(self, x: Any) -> None:
-        self.shape: torch.Size = x.shape
-        self.local: Tensor = x
-        self.slices: tuple[slice, ...] = (slice(None),) * x.ndim
-        self.n_copies = 1
-        """Number of ranks with the same part."""
-        if is_sharded(x):
-            from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-            mesh, placements = x.device_mesh, x.placements
-            shape, offset = compute_local_shape_and_global_offset(x.shape, mesh, placements)
-            self.local = x.to_local()
-            self.slices = tuple(slice(i, i + n) for i, n in zip(offset, shape, strict=True))
-            sizes = zip(placements, mesh.shape, strict=True)
-            self.n_copies = math.prod(n for placement, n in sizes if placement.is_replicate())
+        They are the second largest and the largest dimension.
+        """
+        axes = sorted(range(p.ndim), key=lambda axis: p.shape[axis])[-2:]
+        return tuple(axes) if len(axes) == 2 and p.shape[axes[0]] >= self.min_factored else ()
 
 
 def means(wanted: list[tuple[Shard, Tensor, int | None]]) -> list[Tensor]:
@@ -273,32 +228,13 @@ def means(wanted: list[tuple[Shard, Tensor, int | None]]) -> list[Tensor]:
         return [x.mean() if axis is None else x.mean(axis) for _, x, axis in wanted]
     found = []
     for shard, x, axis in wanted:
-        shape, slices = list(shard.shape), list(shard.slices)
-        n = shard.shape.numel() if axis is None else shape.pop(axis)
-        if axis is None:
-            shape, slices = [], []
-        else:
-            slices.pop(axis)
-        mean = x.new_zeros(shape)
+        kept = [i for i in range(x.ndim) if axis not in (None, i)]
+        n = shard.shape.numel() if axis is None else shard.shape[axis]
         total = x.sum() if axis is None else x.sum(axis)
-        mean[tuple(slices)] = total / (n * shard.n_copies)
+        mean = x.new_zeros([shard.shape[i] for i in kept])
+        mean[tuple(shard.slices[i] for i in kept)] = total / (n * shard.n_copies)
         found.append(mean)
     flat = torch.cat([x.flatten() for x in found])
     dist.all_reduce(flat)
     parts = flat.split([x.numel() for x in found])
     return [part.view_as(x) for part, x in zip(parts, found, strict=True)]
-
-
-def _with(slices: tuple[slice, ...], axis: int, value: slice) -> tuple[slice, ...]:
-    return (*slices[:axis], value, *slices[axis + 1 :])
-
-
-def _factored_axes(p: Tensor, min_factored: int) -> tuple[int, int] | None:
-    """Return the axes kept by the row and the column statistics; None if `p` is not factored.
-
-    They are the second largest and the largest dimension.
-    """
-    if p.ndim < 2:
-        return None
-    *_, second, largest = sorted(range(p.ndim), key=lambda axis: p.shape[axis])
-    return (second, largest) if p.shape[second] >= min_factored else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -169,7 +170,9 @@ def _resume(
     with locked(run, world.is_rank_zero):
         if world.is_rank_zero and read_config(run) != current:
             raise CheckpointError(f"{run} was changed by another process; resume it again")
-        _check_same_vocabulary(run, current, corpus)
+        if read_tokenizer(run, current).sha256 != corpus.tokenizer().sha256:
+            fix = "restore the file that was used when it was started, or start a new run"
+            raise CheckpointError(f"the tokenizer of the data is not that of {run}; {fix}")
         checkpoint, newest = find_checkpoint(run, stored, config, world, allow_schedule_change)
         if checkpoint is None:
             if newest == 0:
@@ -179,10 +182,8 @@ def _resume(
         else:
             check_same_run(checkpoint.config, config, run)
             if checkpoint.metadata["corpus"] != corpus.sha256:
-                raise CheckpointError(
-                    f"the data of {run} have changed since it was started; restore them, or start "
-                    "a new run"
-                )
+                problem = f"the data of {run} have changed since it was started"
+                raise CheckpointError(f"{problem}; restore them, or start a new run")
             with meta_device():
                 model = TransformerVQ(config.model)
             trainer = Trainer(model, config, world.device, world)
@@ -202,15 +203,6 @@ def _resume(
             rewind(run, progress.step, progress.logged_at, progress.validated_at)
             write_config(run, config)
         return _run_loop(TrainingLoop(run, config, corpus, batches, trainer, progress))
-
-
-def _check_same_vocabulary(run: Path, config: RunConfig, corpus: Corpus) -> None:
-    """Raise CheckpointError if the data have other tokens than the run."""
-    if read_tokenizer(run, config).sha256 != corpus.tokenizer().sha256:
-        raise CheckpointError(
-            f"the tokenizer of the data is not that of {run}; restore the file that was used when "
-            "it was started, or start a new run"
-        )
 
 
 def _run_loop(loop: TrainingLoop) -> TrainingResult:
@@ -237,9 +229,8 @@ def _check_is_new(run: Path, world: World) -> None:
     found = [i for i, name in enumerate(names) if (run / name).exists()]
     first = world.from_rank_zero(found[0] if found else len(names))
     if first == names.index(CONFIG):
-        raise CheckpointError(
-            f"{run} already contains a run; use `tvq resume {run}` or another --out"
-        )
+        fix = f"use `tvq resume {run}` or another --out"
+        raise CheckpointError(f"{run} already contains a run; {fix}")
     if run.exists() and not run.is_dir():
         raise CheckpointError(f"{run} is a file; use another --out")
     if first < len(names):
@@ -258,11 +249,7 @@ def training_batches(config: RunConfig, corpus: Corpus) -> TrainingBatches:
     """Return the batches of all steps of a run."""
     train = config.train
     return TrainingBatches(
-        corpus.split("train"),
-        train.batch_size,
-        train.seq_len,
-        train.backprop_len,
-        train.seed,
+        corpus.split("train"), train.batch_size, train.seq_len, train.backprop_len, train.seed
     )
 
 
@@ -295,9 +282,6 @@ def _portable(config: RunConfig, start: InitialModel | None) -> RunConfig:
     def absolute(path: str) -> str:
         return str(Path(path).expanduser().absolute())
 
-    def all_absolute(paths: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(map(absolute, paths))
-
     data = store_stdin(config.data, Path(os.path.expanduser(config.data.cache_folder)))
     tokenizer = data.tokenizer
     if tokenizer is not None and tokenizer not in ("bytes", *LEARNED):
@@ -311,11 +295,7 @@ def _portable(config: RunConfig, start: InitialModel | None) -> RunConfig:
             start.check_tokens(data, ByteTokenizer(data.ends_documents))
         if not is_packaged(start.path):
             init_from = absolute(start.name)
-    data = replace(
-        data,
-        path=all_absolute(data.path),
-        validation_path=all_absolute(data.validation_path),
-        test_path=all_absolute(data.test_path),
-        tokenizer=tokenizer,
-    )
+    names = ("path", "validation_path", "test_path")
+    paths: Any = {name: tuple(map(absolute, getattr(data, name))) for name in names}
+    data = replace(data, tokenizer=tokenizer, **paths)
     return replace(config, data=data, train=replace(config.train, init_from=init_from))

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from transformer_vq.device import has_fast_bf16, matmul_precision
 from transformer_vq.nn.model import ModelState, TransformerVQ
 from transformer_vq.nn.quantizer import CodeUsage, NotFiniteError, add_usages
 from transformer_vq.ops import triton
-from transformer_vq.parallel.shards import Index
+from transformer_vq.parallel.shards import Index, empty, is_sharded
 from transformer_vq.parallel.strategy import ParallelStrategy
 from transformer_vq.parallel.world import World
 from transformer_vq.progress import warn
@@ -185,9 +184,8 @@ class Trainer:
     def _clip_gradients(self) -> Tensor:
         """Clip the global gradient norm; return the norm before clipping."""
         limit = self.config.optim.grad_clip
-        norm = torch.nn.utils.clip_grad_norm_(
-            self.strategy.parameters.values(), float("inf") if limit is None else limit
-        )
+        limit = math.inf if limit is None else limit
+        norm = torch.nn.utils.clip_grad_norm_(self.strategy.parameters.values(), limit)
         return self.strategy.full(norm.detach())
 
     def check_finite(self) -> None:
@@ -211,7 +209,7 @@ class Trainer:
         step: number of steps already taken. All ranks must call this together.
         """
         tensors = [*self.strategy.parameters.values(), *self.model.buffers()]
-        local = [x.to_local() if hasattr(x, "to_local") else x for x in tensors]
+        local = [x.to_local() if is_sharded(x) else x for x in tensors]
         finite = [x.isfinite().all() for x in local if x.is_floating_point()]
         if self.world.any(not torch.stack(finite).all()):
             raise NotFiniteStepError(step, "its update gave weights that are NaN or inf")
@@ -278,40 +276,31 @@ class Trainer:
 
         found = {f"model/{name}": x for name, x in self.strategy.model_tensors().items()}
         found |= {f"average/{name}": x for name, x in self.average.items()}
-        moments: dict[str, dict[str, Any]] = {}
-        states: dict[str, Any] = {}
+        self.optimizer.state.clear()
         for name, entry in index.items():
             kind, _, rest = name.partition("/")
-            dtype = getattr(torch, entry["dtype"])
             if kind == "rng":
-                found[name] = torch.zeros(entry["shape"], dtype=dtype)
+                found[name] = empty(entry)
             elif kind == "optimizer":
                 parameter, key = rest.split("/")
-                p = self.strategy.parameters[parameter].detach()
+                p = self.strategy.parameters[parameter]
                 if tuple(entry["shape"]) == tuple(p.shape):
-                    found[name] = torch.zeros_like(p, dtype=dtype)  # sharded like p
+                    x = torch.zeros_like(p.detach(), dtype=getattr(torch, entry["dtype"]))
                 else:  # numbers stay on the CPU
-                    device = p.device if entry["shape"] else None
-                    found[name] = torch.zeros(entry["shape"], dtype=dtype, device=device)
-                moments.setdefault(parameter, {})[key] = found[name]
-            elif kind.startswith("state"):
-                states[name] = entry
+                    x = empty(entry, p.device if entry["shape"] else None)
+                found[name] = self.optimizer.state[p][key] = x
+        states = {name: empty(x, "meta") for name, x in index.items() if name.startswith("state")}
         n_parts = self.config.train.accumulate
         is_same = len({name.partition("/")[0] for name in states}) == n_parts
-        if is_same:
-            states = self.strategy.empty_state(states)
-        else:  # rows move to other ranks: every rank reads them all
-            states = {
-                name: torch.zeros(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-                for name, entry in states.items()
-            }
+        if is_same:  # otherwise rows move to other ranks: every rank reads them all
+            states = self.strategy.own_state(states)
+        states = {name: torch.zeros_like(x, device="cpu") for name, x in states.items()}
         found |= self.strategy.shard_state(states) if is_same else states
         load_shards(folder, index, found, self.world.checkpoint_group)
         self.strategy.release_gathered()
-        for name, values in moments.items():
+        for values in self.optimizer.state.values():
             if not values["step"].is_floating_point():
                 values["step"] = int(values["step"])  # Adafactor counts steps in integers
-            self.optimizer.state[self.strategy.parameters[name]] = values
         if not is_same:
             states = self.strategy.own_state(split_states(states, n_parts))
         self.carried = [

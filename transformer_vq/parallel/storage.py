@@ -60,8 +60,12 @@ def save_shards(
         except (CheckpointException, OSError) as error:
             if writer.partial is not None:
                 remove(writer.partial)
-            causes = getattr(error, "failures", {0: (error, None)}).values()
-            raise OSError("; ".join(sorted({str(cause) for cause, _ in causes}))) from error
+            failures = getattr(error, "failures", {0: (error, None)}).values()
+            causes = [cause for cause, _ in failures]
+            for cause in causes:
+                if not isinstance(cause, Exception):  # a second Ctrl-C
+                    raise cause from None
+            raise OSError("; ".join(sorted({str(cause) for cause in causes}))) from error
 
     if not in_background:
         guarded(lambda: save(tensors, **options))

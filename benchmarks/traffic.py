@@ -1,17 +1,25 @@
-"""Counts the collectives that a rank takes part in, and the bytes that it sends in them."""
+"""Measures what a rank does: its collectives, the bytes that it sends, and its new tensors."""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from transformer_vq.training.step import Trainer
 
 # Bytes sent per rank by ring algorithms, as multiples of the largest tensor of a call; n ranks.
 KINDS: dict[str, Callable[[int], float]] = {
@@ -48,18 +56,109 @@ class Traffic(TorchDispatchMode):
             short = name.replace("allgather", "all_gather").replace("allreduce", "all_reduce")
             short = short.replace("alltoall", "all_to_all")
             kind = next((kind for kind in KINDS if kind in short), None)
-            n = next((n for n in map(_group_size, args) if n is not None), 1)
-            if kind is not None and n > 1:
-                largest = max(map(_n_bytes, (*args, result)))
-                self.calls[kind] += 1
-                self.bytes[kind] += int(KINDS[kind](n) * largest)
-                if library == "_c10d_functional":
-                    self.functional_bytes[kind] += int(KINDS[kind](n) * largest)
+            group = next((group for group in map(_group, args) if group is not None), None)
+            if kind is not None and group is not None and group.size() > 1:
+                n_bytes = int(KINDS[kind](group.size()) * max(map(_n_bytes, (*args, result))))
+                self.count(kind, n_bytes, group, library == "_c10d_functional")
         return result
 
+    def count(self, kind: str, n_bytes: int, group: dist.ProcessGroup, functional: bool) -> None:
+        """Count a call. functional: whether the collective is differentiable."""
+        self.calls[kind] += 1
+        self.bytes[kind] += n_bytes
+        if functional:
+            self.functional_bytes[kind] += n_bytes
 
-def _group_size(x: Any) -> int | None:
-    """Return the number of ranks if x is a process group, in one of three forms."""
+
+class StepTraffic(Traffic):
+    """Counts the bytes of training steps of a trainer by purpose, as `Sizes.sent_bytes` names them.
+
+    `purposes` also has "numbers": the losses and the gradient norm.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__()
+        self.trainer = trainer
+        self.purposes: Counter[str] = Counter()
+        self._purpose = ""
+        self._patches = ExitStack()
+
+    def __enter__(self) -> StepTraffic:
+        strategy, trainer = self.trainer.strategy, self.trainer
+        self._assign(strategy, "carry", "context parallel")
+        self._assign(strategy, "sum_usages", "codebooks")
+        self._assign(strategy, "sum_losses", "numbers")
+        self._assign(trainer, "_clip_gradients", "numbers")
+        self._assign(trainer.optimizer, "step", "optimizer")
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def _assign(self, owner: Any, name: str, purpose: str) -> None:
+        """Count what a method sends under a purpose."""
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def assigned(*args: Any, **kwargs: Any) -> Any:
+            self._purpose = purpose
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._purpose = ""
+
+        self._patches.enter_context(patch.object(owner, name, assigned))
+
+    def count(self, kind: str, n_bytes: int, group: dist.ProcessGroup, functional: bool) -> None:
+        super().count(kind, n_bytes, group, functional)
+        purpose = self._purpose
+        if not purpose and functional:  # FSDP does not use differentiable collectives
+            world = self.trainer.world
+            is_tp = world.size("tp") > 1 and group.group_name == world.group("tp").group_name
+            purpose = "tensor parallel" if is_tp else "context parallel"
+        elif not purpose:
+            purpose = "parameters" if kind == "all_gather" else "gradients"
+        self.purposes[purpose] += n_bytes
+
+
+class LiveBytes(TorchDispatchMode):
+    """A context that finds the largest number of bytes in new tensors at any time."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live, self.peak = 0, 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        given = {_address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor) and _address(x) not in given | self._seen | {0}:
+                address, n_bytes = _address(x), x.untyped_storage().nbytes()
+                self._seen.add(address)
+                self.live += n_bytes
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(x.untyped_storage(), self._free, address, n_bytes)
+        return result
+
+    def _free(self, address: int, n_bytes: int) -> None:
+        self._seen.discard(address)
+        self.live -= n_bytes
+
+
+def _address(x: Tensor) -> int:
+    is_real = not (x.is_meta or isinstance(x, FakeTensor))
+    return x.untyped_storage().data_ptr() if is_real else 0
+
+
+def _group(x: Any) -> dist.ProcessGroup | None:
+    """Return x if it is a process group, in one of three forms."""
     if isinstance(x, torch.ScriptObject):
         try:
             x = dist.ProcessGroup.unbox(x)
@@ -70,7 +169,7 @@ def _group_size(x: Any) -> int | None:
             x = _resolve_process_group(cast(Any, x))
         except (RuntimeError, ValueError, LookupError):
             return None
-    return x.size() if isinstance(x, dist.ProcessGroup) else None
+    return x if isinstance(x, dist.ProcessGroup) else None
 
 
 def _n_bytes(x: Any) -> int:

@@ -6,9 +6,10 @@ the devices that a run reaches (model FLOP utilization, MFU).
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -17,7 +18,7 @@ from transformer_vq.device import meta_device, total_memory
 from transformer_vq.errors import UserError
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.parallel.strategy import check_mesh
-from transformer_vq.parallel.tensor_parallel import shard_heads, sharded_axes
+from transformer_vq.parallel.tensor_parallel import shard_heads, sharded, sharded_axes
 from transformer_vq.parallel.world import World
 from transformer_vq.progress import warn
 
@@ -62,8 +63,7 @@ class Sizes:
     weight_bytes: int
     """Parameters and codebooks that stay on the device."""
     gradient_bytes: int
-    """Gradients, and the usage of the codebooks. With several micro-batches they are sharded only
-    after the last one."""
+    """Gradients, and the usage of the codebooks; not sharded before the last micro-batch."""
     gathered_bytes: int
     """Parameters that FSDP gathers, with their gradients: embeddings, head and two branches."""
     optimizer_bytes: int
@@ -73,6 +73,8 @@ class Sizes:
     """States of all rows between two steps."""
     average_bytes: int = 0
     """Average of the weights; 0 if `train.weight_average` is 0."""
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes that a rank sends per optimizer step, by purpose."""
 
     @property
     def train_bytes(self) -> int:
@@ -96,51 +98,54 @@ def sizes(config: RunConfig) -> Sizes:
     check_mesh(config, config.parallel)
     with meta_device():
         model = TransformerVQ(replace(config.model, n_layer=1), reduction=config.train.reduction)
-    mesh = config.parallel
+    mesh, train, n_layer = config.parallel, config.train, config.model.n_layer
     n_shards = mesh.fsdp * mesh.cp
-    divided = sharded_axes(model) if mesh.tp > 1 else {}
-    n_parts = {name: n_shards * (mesh.tp if name in divided else 1) for name in model.state_dict()}
+    axes = sharded_axes(model) if mesh.tp > 1 else {}
     shapes = {name: p.shape for name, p in model.named_parameters()}
+
+    def part(numbers: dict[str, int], prefix: str = "branches.") -> int:
+        return sum(n for name, n in numbers.items() if name.startswith(prefix))
 
     def total(numbers: dict[str, int]) -> int:
         """Return the sum over all tensors of the complete model."""
-        branches = sum(n for name, n in numbers.items() if name.startswith("branches."))
-        return sum(numbers.values()) + branches * (config.model.n_layer - 1)
+        return sum(numbers.values()) + part(numbers) * (n_layer - 1)
 
     buffers = {name: b.numel() for name, b in model.named_buffers() if "started" not in name}
-    codebooks = total(buffers)
-    resident = total({x: -(-shape.numel() // n_parts[x]) for x, shape in shapes.items()})
-    whole = {x: shape.numel() * n_shards // n_parts[x] for x, shape in shapes.items()}  # by FSDP
+    codebooks = total({x: n // (mesh.tp if x in axes else 1) for x, n in buffers.items()})
+    shards = {x: _shard_elements(s, axes.get(x), mesh.tp, n_shards) for x, s in shapes.items()}
+    resident = total(shards)
+    others = sum(shards.values()) - part(shards)
     gathered, gradients = 0, resident
     if n_shards > 1:  # embeddings and head, the current branch and the next one
-        others = sum(n for name, n in whole.items() if not name.startswith("branches."))
-        branches = [
-            sum(n for name, n in whole.items() if name.startswith(f"branches.{i}."))
-            for i in range(len(model.branches))
-        ]
-        gathered = 2 * (others + 2 * max(branches))
-        if config.train.accumulate > 1:
-            gathered, gradients = gathered // 2, total(whole)
-    forward = flops_per_token(config.model, config.train.seq_len)
-    n_before = config.train.seq_len - config.train.backprop_len  # tokens before the last span
-    n_bytes = 2 if config.train.precision == "bf16" else FLOAT_BYTES
-    carried = _state_bytes(config.model, n_before, n_bytes, mesh.tp)
-    optimizer = 2 * resident  # muon: at most; its matrices keep one moment
+        gathered = 2 * n_shards * (others + 2 * max(part(shards, f"branches.{i}.") for i in (0, 1)))
+        if train.accumulate > 1:
+            gathered, gradients = gathered // 2, n_shards * resident
+    forward = flops_per_token(config.model, train.seq_len)
+    n_bytes = 2 if train.precision == "bf16" else FLOAT_BYTES
+    carried = _state_bytes(config.model, train.seq_len - train.backprop_len, n_bytes, mesh.tp)
+    optimizer, messages = 2 * resident, 0.0  # muon: at most; its matrices keep one moment
     if config.optim.optimizer == "adafactor":
-        optimizer = total({x: _adafactor_elements(s, n_parts[x]) for x, s in shapes.items()})
+        factors = {x: _factored_elements(shape) for x, shape in shapes.items()}
+        optimizer = total({x: factors[x] or n for x, n in shards.items()})
+        messages = _all_reduced(mesh.n_processes) * total({x: n + 2 for x, n in factors.items()})
+    elif config.optim.optimizer == "muon":  # gathers matrices
+        whole = {x: shape.numel() - shards[x] for x, shape in shapes.items() if len(shape) > 1}
+        messages = n_layer * part(whole)
+    sent = _sent_bytes(config, resident - others, others, model.uses_candidates)
     return Sizes(
         parameters=total({name: shape.numel() for name, shape in shapes.items()}),
-        codebooks=codebooks,
+        codebooks=total(buffers),
         forward_flops=forward,
         train_flops=3 * forward,
-        state_bytes=_state_bytes(config.model, config.train.seq_len),
+        state_bytes=_state_bytes(config.model, train.seq_len),
         weight_bytes=FLOAT_BYTES * (resident + codebooks),
         gradient_bytes=FLOAT_BYTES * (gradients + codebooks),
         gathered_bytes=FLOAT_BYTES * gathered,
         optimizer_bytes=FLOAT_BYTES * optimizer,
         activation_bytes=_activation_bytes(config),
-        carried_bytes=config.train.batch_size // mesh.n_rows * carried,
-        average_bytes=FLOAT_BYTES * resident if config.train.weight_average else 0,
+        carried_bytes=train.batch_size // mesh.n_rows * carried,
+        average_bytes=FLOAT_BYTES * resident if train.weight_average else 0,
+        sent_bytes=sent | {"optimizer": int(FLOAT_BYTES * messages)},
     )
 
 
@@ -205,22 +210,19 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     S codes and 2 L keys.
     """
     d_model, d_k = config.d_model, config.d_k
-    geometry, d_ff = config.layer.heads, config.d_ff
+    geometry = config.layer.heads
     heads, kv_heads, d_v = geometry.n_head, geometry.n_kv_head, geometry.d_v
     if geometry.is_gated:
         projections = 2 * d_model * (2 * d_k + 3 * d_v)
     else:
         projections = 2 * d_model * (2 * heads * d_k + kv_heads * (d_k + d_v))
-    if config.attention == "full":
-        keys = biased = seq_len // 2
-        nearest = 0
-    else:
+    keys, biased, nearest = seq_len // 2, seq_len // 2, 0
+    if config.attention == "vq":
         biased = 2 * config.block_len
-        keys = biased + (config.n_code if config.compressive_cache else 0)
+        keys = biased + config.compressive_cache * config.n_code
         nearest = 2 * config.n_code * d_k * kv_heads
     attention = heads * (2 * keys * d_k + 2 * biased * d_k + 2 * keys * d_v)
-    feed_forward = 4 * d_model * d_ff
-    per_layer = (projections + nearest + attention) * config.n_attention + feed_forward
+    per_layer = (projections + nearest + attention) * config.n_attention + 4 * d_model * config.d_ff
     return config.n_layer * per_layer + 2 * d_model * config.vocab_size
 
 
@@ -230,16 +232,12 @@ def _state_bytes(config: ModelConfig, seq_len: int, n_bytes: int = FLOAT_BYTES, 
     n_bytes: per element of keys and values. The cache has float32 means and int64 counts.
     It cannot be measured on the meta device: the initial state of full attention is empty.
     """
-    geometry = shard_heads(config.layer.heads, tp)
-    kv_heads, d_v = geometry.n_kv_head, geometry.d_v
-    if config.attention == "full":
-        per_head = n_bytes * seq_len * (config.d_k + d_v)
-    else:
-        per_head = config.block_len * (n_bytes * (config.d_k + d_v) + 8)
-        if config.compressive_cache:
-            per_head += config.n_code * (FLOAT_BYTES * d_v + 8)
-    position = 8
-    return config.n_layer * config.n_attention * (kv_heads * per_head + position)
+    heads, position = shard_heads(config.layer.heads, tp), 8
+    per_head = n_bytes * seq_len * (config.d_k + heads.d_v)
+    if config.attention == "vq":
+        per_head = config.block_len * (n_bytes * (config.d_k + heads.d_v) + 8)
+        per_head += config.compressive_cache * config.n_code * (FLOAT_BYTES * heads.d_v + 8)
+    return config.n_layer * config.n_attention * (heads.n_kv_head * per_head + position)
 
 
 def _activation_bytes(config: RunConfig) -> int:
@@ -260,9 +258,7 @@ def _activation_bytes(config: RunConfig) -> int:
     # Elements per token that autograd saves in an attention branch: queries for content and for
     # position, the output, with a gate also its input and the gate, keys and values as projected,
     # and for VQ also quantized and as the previous block.
-    saved = heads * (4 * model.d_k + d_v)
-    if geometry.is_gated:
-        saved += 3 * d_v
+    saved = heads * (4 * model.d_k + d_v) + geometry.is_gated * 3 * d_v
     if model.attention == "full":
         scores = heads * train.seq_len
         saved += kv_heads * (model.d_k + d_v)
@@ -281,18 +277,70 @@ def _activation_bytes(config: RunConfig) -> int:
     gradients = FLOAT_BYTES * 2 * (scores + heads * d_v)
 
     tokens = n_rows * train.backprop_len // mesh.cp
-    logits = 3 * FLOAT_BYTES * model.vocab_size
+    logits = 3 * FLOAT_BYTES * model.vocab_size // mesh.tp
+    per_layer = attention * model.n_attention + feed_forward
     if train.checkpoint_activations:
-        inputs = 2 * model.n_layer * FLOAT_BYTES * model.d_model
-        per_token = inputs + max(attention + gradients, feed_forward) + logits
-    else:
-        per_layer = attention * model.n_attention + feed_forward
-        per_token = model.n_layer * per_layer + gradients + logits
+        per_layer = 2 * FLOAT_BYTES * model.d_model  # the inputs of the branches
+        gradients = max(attention + gradients, feed_forward)
+    per_token = model.n_layer * per_layer + gradients + logits
     return tokens * per_token + n_rows * state_after
 
 
-def _adafactor_elements(shape: torch.Size, n_parts: int) -> int:
-    """Return the elements of Adafactor's second moment; large matrices are factored."""
-    if len(shape) < 2 or sorted(shape)[-2] < 128:
-        return -(-shape.numel() // n_parts)
-    return sum(shape.numel() // n for n in sorted(shape)[-2:])
+def _sent_bytes(config: RunConfig, branches: int, others: int, candidates: bool) -> dict[str, int]:
+    """Return the bytes that a rank sends per step, by purpose, with ring algorithms.
+
+    branches, others: elements of this rank's shards. candidates: whether keys may become codes.
+    Losses and the gradient norm, a few numbers, are left out.
+    """
+    model, train, mesh = config.model, config.train, config.parallel
+    heads, d_k, n_code = shard_heads(model.layer.heads, mesh.tp), model.d_k, model.n_code
+    n_attention, n_branches = model.n_layer * model.n_attention, 2 * model.n_layer
+    n_shards, n_data, n_micro = mesh.fsdp * mesh.cp, mesh.n_rows * mesh.cp, max(train.accumulate, 1)
+    n_rows, n_forward = train.batch_size // mesh.n_rows, 1 + train.checkpoint_activations
+    n_bytes = 2 if train.precision == "bf16" else FLOAT_BYTES
+
+    gathered = n_micro * (FLOAT_BYTES * others + 2 * n_bytes * branches)
+    reduced = n_shards - 1 + _all_reduced(max(mesh.dp, 1))
+    # Per token: the residual stream and its gradient, and the softmax of the loss. What is
+    # replicated has gradients per token (projections), per distance (relative keys) and per layer.
+    n_tokens = n_rows * train.backprop_len // mesh.cp
+    n_distances = train.seq_len if model.attention == "full" else model.block_len + 1
+    stream = (FLOAT_BYTES * (2 + n_branches) + n_bytes * n_branches) * model.d_model
+    shared = (2 * n_tokens + n_micro * n_distances + 2 * heads.is_gated) * d_k * n_bytes
+    shared *= n_attention * (sharded(model.layer.heads) != "heads")
+    activations = n_tokens * (stream + 5 * FLOAT_BYTES) + shared
+    # The window goes to the next rank, cache statistics to all; gradients go back. Activation
+    # checkpointing repeats the forward pass. The last rank broadcasts the state after the span.
+    window = n_bytes * model.block_len * (d_k + heads.d_v)
+    states = n_forward * (window + 8 * model.block_len) + window
+    if model.compressive_cache:
+        means, counts = FLOAT_BYTES * n_code * heads.d_v, 8 * (n_code + 1)
+        states += (mesh.cp - 1) * (n_forward * (means + counts) + means)
+    states *= n_attention * heads.n_kv_head
+    states += _state_bytes(model, train.seq_len, n_bytes, mesh.tp) - 8 * n_attention
+    usage = n_attention * heads.n_kv_head * (n_code * (d_k * (1 + candidates) + 1) + 2)
+    codebooks = _all_reduced(n_data) * FLOAT_BYTES * usage + (n_data - 1) * 8 * n_code * candidates
+    return {
+        "parameters": (n_shards - 1) * gathered,
+        "gradients": int(reduced * FLOAT_BYTES * (others + branches)),
+        "tensor parallel": int(_all_reduced(mesh.tp) * activations),
+        "context parallel": n_rows * states * (mesh.cp > 1),
+        "codebooks": int(codebooks) * (model.attention == "vq"),
+    }
+
+
+def _all_reduced(n: int) -> float:
+    """Return the bytes that each of n ranks sends in an all-reduce, per byte of the tensor."""
+    return 2 * (n - 1) / n
+
+
+def _shard_elements(shape: torch.Size, axis: int | None, tp: int, n_shards: int) -> int:
+    """Return the elements of rank 0: sharded along an axis over tp, along the first by FSDP."""
+    first, *rest = (-(-n // tp) if i == axis else n for i, n in enumerate(shape))
+    return -(-first // n_shards) * math.prod(rest)
+
+
+def _factored_elements(shape: torch.Size) -> int:
+    """Return the elements of Adafactor's factored second moment; 0 if it is not factored."""
+    factored = len(shape) >= 2 and sorted(shape)[-2] >= 128
+    return sum(shape.numel() // n for n in sorted(shape)[-2:]) if factored else 0

@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-import weakref
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -11,13 +11,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from helpers import assert_close, losses, tiny_config, tiny_run
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from worlds import for_worlds
 
-from traffic import Traffic
+from traffic import LiveBytes, StepTraffic, Traffic
 from transformer_vq import TransformerVQ
 from transformer_vq.config import OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from transformer_vq.data.batches import Batch
@@ -230,20 +227,45 @@ def check_averaged_weights_do_not_stay_in_the_model(folder):
         assert_same(one, many)
 
 
-@for_worlds(2)
-def check_sizes_predicts_the_optimizer_memory_of_a_rank(folder):
-    for mesh in (FSDP, TP, DP):
-        for head_type in ("shga", "mha"):
-            even = {"head_type": head_type, "vocab_size": 18}  # shards of the same size
-            config = replace(run_config(even), parallel=mesh)
+@for_worlds(2, 4)
+def check_sizes_predict_the_memory_and_the_traffic_of_a_rank(folder):
+    cases = [
+        ("shga", "adamw", 1),
+        ("shga", "adafactor", 2),
+        ("gqa", "muon", 1),
+        ("gqa", "adamw", 2),
+    ]
+    split = [ParallelConfig(**axes) for axes in ({"fsdp": 2}, {"cp": 2}, {"dp": 2, "fsdp": 2})]
+    split = [replace(mesh, tp=4 // mesh.n_processes) for mesh in split]
+    for mesh in [DP, FSDP, CP, TP] if dist.get_world_size() == 2 else split:
+        for head_type, optimizer, accumulate in cases:
+            model = {"head_type": head_type, "vocab_size": 20} | (
+                REVIVING if accumulate > 1 else {}
+            )
+            train = {"accumulate": accumulate, "checkpoint_activations": accumulate > 1}
+            config = run_config(model, {"optimizer": optimizer}, weight_average=0.5, **train)
+            config = replace(config, parallel=mesh)
             many = make_trainer(config, mesh, torch.float32)
-            take_step(many, spans(config, 1)[0], 0)
-            got = sum(local(p).numel() for p in many.strategy.parameters.values())
-            moments = [x for s in many.optimizer.state.values() for x in s.values() if x.ndim]
-            assert sum(local(x).numel() for x in moments) == 2 * got
-            assert sizes(config).optimizer_bytes == 4 * 2 * got
-            averaging = replace(config, train=replace(config.train, weight_average=0.5))
-            assert sizes(averaging).average_bytes == 4 * got
+            with StepTraffic(many) as traffic:
+                take_step(many, spans(config, 1)[0], 0)
+            found, sent = sizes(config), traffic.purposes
+            assert sent.pop("numbers") < 200  # losses and the gradient norm
+            assert +sent == +Counter(found.sent_bytes), (mesh, config.train, +sent, found)
+            parameters = [local(p) for p in many.strategy.parameters.values()]
+            codebooks = n_bytes(x for x in many.model.buffers() if x.is_floating_point())
+            moments = [x for state in many.optimizer.state.values() for x in state.values()]
+            moments = n_bytes(local(x) for x in moments if isinstance(x, torch.Tensor) and x.ndim)
+            assert found.weight_bytes == n_bytes(parameters) + codebooks
+            assert found.average_bytes == n_bytes(map(local, many.average.values()))
+            assert found.carried_bytes == sum(state.n_bytes for state in many.carried)
+            assert moments <= found.optimizer_bytes < 2.01 * n_bytes(parameters)
+            assert optimizer == "muon" or moments == found.optimizer_bytes
+            gradients = n_bytes(local(p.grad) for p in many.strategy.parameters.values())
+            assert accumulate > 1 or found.gradient_bytes == gradients + codebooks
+
+
+def n_bytes(tensors):
+    return sum(x.nbytes for x in tensors)
 
 
 def local(x):
@@ -404,37 +426,6 @@ def check_tensors_are_changed_after_a_background_save_starts(folder):
     finish()
     got = read_whole(*saved(folder / "background"))
     assert all(got[name].equal(x) for name, x in want.items() if not name.startswith("rng"))
-
-
-class LiveBytes(TorchDispatchMode):
-    """A context that finds the largest number of bytes in new tensors at any time."""
-
-    def __enter__(self):
-        self.live, self.peak, self.seen = 0, 0, set()
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented
-        given = {storage_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and storage_of(x) not in given | self.seen | {0}:
-                address, n_bytes = storage_of(x), x.untyped_storage().nbytes()
-                self.seen.add(address)
-                self.live += n_bytes
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(x.untyped_storage(), self.free, address, n_bytes)
-        return result
-
-    def free(self, address, n_bytes):
-        self.seen.discard(address)
-        self.live -= n_bytes
-
-
-def storage_of(x):
-    is_real = not (x.is_meta or isinstance(x, FakeTensor))
-    return x.untyped_storage().data_ptr() if is_real else 0
 
 
 def tiny(folder, mesh=None, **changes):

@@ -1,4 +1,4 @@
-"""tvq info: parameters, FLOPs per token, state size and memory of a preset, file or run."""
+"""tvq info: parameters, FLOPs per token, memory and traffic of a preset, file or run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InfoOptions:
-    """Show the parameters, FLOPs per token, state size and memory of a preset, config file or run.
+    """Show the parameters, FLOPs per token, memory and traffic of a preset, config file or run.
 
     Options show the effect of other settings.
     """
@@ -36,15 +36,12 @@ def run(arguments: list[str]) -> None:
 
     result = sizes(options.run)
     print(sizes_table(name, options.run, result))
-    record = {"name": name, **vars(result), "train_bytes": result.train_bytes}
-    print_json(record, options.json)
+    print_json({"name": name, **vars(result), "train_bytes": result.train_bytes}, options.json)
 
 
 def sizes_table(name: str, config: RunConfig, result: Sizes) -> str:
     """Return the memory and compute requirements of a run, as text."""
-    train = config.train
-    tokens = train.batch_size * train.backprop_len
-    flops = result.train_flops * tokens * train.steps
+    tokens, steps = config.train.batch_size * config.train.backprop_len, config.train.steps
     forward, training = short(result.forward_flops), short(result.train_flops)
     sizes = {
         "weights": result.weight_bytes,
@@ -55,20 +52,25 @@ def sizes_table(name: str, config: RunConfig, result: Sizes) -> str:
         "activations": result.activation_bytes,
         "carried states": result.carried_bytes,
     }
-    parts = "".join(f"\n    {what:<20} {_bytes(n)}" for what, n in sizes.items() if n)
-    n = config.parallel.n_processes
-    where = f" on each of {n} devices" if n > 1 else ""
+    n, flops = config.parallel.n_processes, result.train_flops * tokens * steps
     rows = {
         "parameters": f"{result.parameters:,}",
         "codebook values": f"{result.codebooks:,}",
         "FLOPs per token": f"{forward} forward, {training} training",
         "tokens per step": f"{tokens:,}",
-        "steps": f"{train.steps:,} ({short(tokens * train.steps)} tokens, {flops:.2e} FLOPs)",
+        "steps": f"{steps:,} ({short(tokens * steps)} tokens, {flops:.2e} FLOPs)",
         "state per sequence": _bytes(result.state_bytes),
-        "training, estimate": f"{_bytes(result.train_bytes)}{where}{parts}",
+        "training, estimate": _total(sizes, f" on each of {n} devices" if n > 1 else ""),
     }
+    if n > 1:
+        rows["sent per step"] = _total(result.sent_bytes, " by each device")
     title = f"{name}: {config.model.head_type}, {config.model.attention} attention"
     return "\n".join([title, *(f"  {label:<22} {value}" for label, value in rows.items())])
+
+
+def _total(sizes: dict[str, int], note: str) -> str:
+    parts = "".join(f"\n    {what:<20} {_bytes(n)}" for what, n in sizes.items() if n)
+    return _bytes(sum(sizes.values())) + note + parts
 
 
 def _bytes(n: int) -> str:

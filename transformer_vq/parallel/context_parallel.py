@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_single, all_to_all_single
+from torch.utils._pytree import tree_map_only
 
 from transformer_vq.data.batches import Batch
 from transformer_vq.errors import UserError
@@ -133,16 +134,14 @@ def after_tokens(state: ModelState, batch: Batch) -> ModelState:
 
 def share_last(state: ModelState, group: dist.ProcessGroup) -> ModelState:
     """Send the windows and caches of the last rank to all ranks, for the next span."""
-    last = dist.get_world_size(group) - 1
+
+    def shared(x: Tensor) -> Tensor:
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(x, group=group, group_src=dist.get_world_size(group) - 1)
+        return x
+
     layers = []
     for layer in state.layers:
-        assert isinstance(layer, VQState)
-        tensors = [layer.k, layer.v, layer.z]
-        if layer.cache is not None:
-            tensors += [layer.cache.mean, layer.cache.count]
-        tensors = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
-        for x in tensors:
-            dist.broadcast(x, group=group, group_src=last)
-        k, v, z, *cache = tensors
-        layers.append(replace(layer, k=k, v=v, z=z, cache=CacheStats(*cache) if cache else None))
+        fields = {name: getattr(layer, name) for name in ("k", "v", "z", "cache")}
+        layers.append(replace(layer, **tree_map_only(Tensor, shared, fields)))
     return replace(state, layers=tuple(layers))

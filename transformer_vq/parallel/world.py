@@ -106,10 +106,6 @@ class World:
         dist.all_reduce(x, dist.ReduceOp.MIN)
         return int(x)
 
-    def largest(self, n: int) -> int:
-        """Return the maximum of n over all ranks."""
-        return -self.smallest(-n)
-
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set on at least one rank."""
         return not self.smallest(not flag)

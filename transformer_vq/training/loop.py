@@ -100,7 +100,7 @@ class TrainingLoop:
         # A signal in the last step skips or stops its validation.
         finished = progress.is_finished(self.config)
         # The same on all ranks: each must exit with the status of the signal.
-        stopped_by = None if finished else world.largest(stop.signal or 0) or None
+        stopped_by = None if finished else -world.smallest(-(stop.signal or 0)) or None
         both = (progress.best_loss, progress.best_bits_per_byte)
         best = [math.inf if x is None else x for x in both]
         return TrainingResult(self.folder, progress.step, finished, stopped_by, *best)

@@ -42,6 +42,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
+        self.functional_calls: Counter[str] = Counter()
         self.functional_bytes: Counter[str] = Counter()
         """Those of differentiable collectives, which FSDP does not use."""
 
@@ -67,6 +68,7 @@ class Traffic(TorchDispatchMode):
         self.calls[kind] += 1
         self.bytes[kind] += n_bytes
         if functional:
+            self.functional_calls[kind] += 1
             self.functional_bytes[kind] += n_bytes
 
 
@@ -116,7 +118,9 @@ class StepTraffic(Traffic):
         purpose = self._purpose
         if not purpose and functional:  # FSDP does not use differentiable collectives
             world = self.trainer.world
-            is_tp = world.size("tp") > 1 and group.group_name == world.group("tp").group_name
+            # Compared by ranks: DTensor may use a group of an earlier, equal mesh.
+            ranks = dist.get_process_group_ranks
+            is_tp = world.size("tp") > 1 and ranks(group) == ranks(world.group("tp"))
             purpose = "tensor parallel" if is_tp else "context parallel"
         elif not purpose:
             purpose = "parameters" if kind == "all_gather" else "gradients"

@@ -301,14 +301,14 @@ def _sent_bytes(config: RunConfig, branches: int, others: int, candidates: bool)
 
     gathered = n_micro * (FLOAT_BYTES * others + 2 * n_bytes * branches)
     reduced = n_shards - 1 + _all_reduced(max(mesh.dp, 1))
-    # Per token: the residual stream and its gradient, and the softmax of the loss. What is
+    # Per token: the residual stream and its gradient, norms and the softmax of the loss. What is
     # replicated has gradients per token (projections), per distance (relative keys) and per layer.
     n_tokens = n_rows * train.backprop_len // mesh.cp
     n_distances = train.seq_len if model.attention == "full" else model.block_len + 1
     stream = (FLOAT_BYTES * (2 + n_branches) + n_bytes * n_branches) * model.d_model
     shared = (2 * n_tokens + n_micro * n_distances + 2 * heads.is_gated) * d_k * n_bytes
     shared *= n_attention * (sharded(model.layer.heads) != "heads")
-    activations = n_tokens * (stream + 5 * FLOAT_BYTES) + shared
+    activations = n_tokens * (stream + (3 + n_branches) * FLOAT_BYTES) + shared
     # The window goes to the next rank, cache statistics to all; gradients go back. Activation
     # checkpointing repeats the forward pass. The last rank broadcasts the state after the span.
     window = n_bytes * model.block_len * (d_k + heads.d_v)

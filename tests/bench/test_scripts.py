@@ -36,8 +36,9 @@ LINES = {
               "--max-tokens 3", "serve"),
     "first_token": ("books --text texts/0.txt --tokens 8 --gpt2-tokens", "first_token"),
     "context": ("", "rows"),
+    "distributed": ("--n-layer 1", "optimizers"),
 }  # fmt: skip
-WITHOUT_FIGURE = {"documents", "prepare", "kernels", "serve", "context"}
+WITHOUT_FIGURE = {"documents", "prepare", "kernels", "serve", "context", "distributed"}
 
 
 @pytest.fixture

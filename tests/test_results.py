@@ -39,7 +39,9 @@ def test_record_can_be_printed(name):
     assert len(rows) >= 3  # header, separator and at least one measurement
 
 
-@pytest.mark.parametrize("name", ["profile", "ablation", "first-token", "serve-load"])
+@pytest.mark.parametrize(
+    "name", ["profile", "ablation", "first-token", "serve-load", "distributed"]
+)
 def test_table_is_that_of_the_results(name):
     text = (FOLDER / "RESULTS.md").read_text()
     missing = [x for x in table(name).splitlines() if x.startswith("|") and x not in text]

@@ -69,13 +69,8 @@ def test_sharding_divides_the_memory_of_the_large_preset():
     preset = PRESETS["pg19-1.3b"]
     config = replace(preset, train=replace(preset.train, accumulate=8))
     single, sharded = sizes(config), sizes(replace(config, parallel=ParallelConfig(fsdp=8)))
-    assert sharded.parameters == single.parameters
     gathered = 32_000 * 2048 + 2 * (2048 * (3 * 128 + 3 * 4096) + 2 * 128)
     assert sharded.gathered_bytes == pytest.approx(4 * gathered, rel=1e-6)
-    codebooks = single.codebooks * 4
-    assert sharded.weight_bytes - codebooks == pytest.approx(
-        (single.weight_bytes - codebooks) / 8, rel=1e-6
-    )
     assert sharded.gradient_bytes == single.gradient_bytes  # until the last micro-batch
     assert sharded.carried_bytes == single.carried_bytes / 8
     assert sharded.activation_bytes == pytest.approx(single.activation_bytes / 8, rel=0.01)

@@ -40,7 +40,7 @@ class DemoOptions:
 
     out: Path = Path("demo")
     """Run folder."""
-    steps: Count = 300
+    steps: Count = 220
     """Training steps."""
     table: bool = False
     """Print the differences from quadratic attention for all heads and reductions."""

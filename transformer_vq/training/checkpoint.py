@@ -210,15 +210,12 @@ def read_tokenizer(run: Path, config: RunConfig | None = None) -> Tokenizer:
     config: of the run, if it has been read already.
     """
     config = read_config(run) if config is None else config
+    fix = "restore it from a copy"
     try:
-        names = [name for name in read_manifest(run) if name != CONFIG]
+        check_manifest(run, fix, [name for name in read_manifest(run) if name != CONFIG])
     except CorruptFileError as error:
-        warn(f"{error}; the tokenizer of {run} is not verified")
-        names = []
-    try:
-        check_manifest(run, "restore it from a copy", names)
-    except CorruptFileError as error:
-        raise CheckpointError(str(error)) from error
+        message = str(error)
+        raise CheckpointError(message if fix in message else f"{message}; {fix}") from error
     return load_tokenizer(run, None, config.data.ends_documents)
 
 

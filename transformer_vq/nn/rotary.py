@@ -115,7 +115,10 @@ class RotaryFullAttention(FullAttention):
         q = self.plain_queries(x_tilde) * self.d_k**-0.25
         k, v = self.keys_and_values(x_tilde)
         n_past, seq_len = state.k.shape[-2], x.shape[1]
-        k_all, v_all = torch.cat([state.k.to(k.dtype), k], -2), torch.cat([state.v.to(v.dtype), v], -2)
+        k_all, v_all = (
+            torch.cat([state.k.to(k.dtype), k], -2),
+            torch.cat([state.v.to(v.dtype), v], -2),
+        )
         mask = length = None
         if packing is not None or n_past > 0:
             start = -state.position.unsqueeze(-1).expand(-1, seq_len)

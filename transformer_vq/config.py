@@ -13,6 +13,9 @@ from transformer_vq.errors import UserError
 
 HeadType = Literal["shga", "mqa", "mha", "gqa"]
 AttentionType = Literal["vq", "full"]
+Position = Literal["xl", "rope"]
+Biases = Literal["none", "qkv", "all"]
+FeedForwardType = Literal["relu2", "swiglu"]
 Reduction = Literal["auto", "serial", "matmul", "associative", "input_scan"]
 Backend = Literal["auto", "eager", "triton"]
 CodebookInit = Literal["random", "keys"]
@@ -49,8 +52,31 @@ class _AttentionFields:
     """Vector-quantized keys in linear time, or full attention in quadratic time."""
     d_k: Width = 128
     """Width of queries and keys, per head."""
+    n_head: Width | None = None
+    """Query heads; d_model / d_k by default, 1 for shga."""
     n_kv_head: Width | None = None
     """Key/value heads of gqa; a divisor of the number of query heads."""
+    position: Position = "xl"
+    """Transformer-XL scores within block_len as in the paper, or rotary positions (RoPE): relative
+    ones within block_len, and a single constant one beyond it."""
+    rope_theta: Annotated[float, Range(1, 1e30)] = 1e4
+    """Base of the rotary frequencies."""
+    far_position: Count | None = None
+    """Relative position of all keys beyond block_len (rope); twice block_len by default."""
+    n_sink: Annotated[int, Range(0, 2**24)] = 0
+    """First tokens of a document that stay exact after eviction: attention sinks (rope)."""
+    n_exact: Annotated[int, Range(0, 2**24)] = 0
+    """Evicted tokens that stay exact because their codes represent them worst (rope)."""
+    quantize_window: bool = True
+    """Quantize keys at once, as in the paper, or only when they are evicted (rope)."""
+    norm_gain: bool = False
+    """Give every RMSNorm a trainable gain."""
+    norm_eps: Annotated[float, Range(1e-30, 1)] = 1e-6
+    """Epsilon of every RMSNorm."""
+    qk_norm: bool = True
+    """Apply RMSNorm to queries and keys, per head."""
+    proj_bias: Biases = "none"
+    """Biases of the projections: none, of queries, keys and values, or of the output as well."""
     n_code: Width = 512
     """Codewords per codebook."""
     block_len: Width = 512
@@ -81,8 +107,6 @@ class AttentionConfig(_AttentionFields):
 
     d_model: Width
     """Width of the residual stream."""
-    n_head: Width | None = None
-    """Query heads; d_model / d_k by default, 1 for shga."""
     d_v: Annotated[int, Range(1, 2**25)] | None = None
     """Width of values, per key/value head; d_k by default, 2 d_model for shga."""
     norm_input: bool = True
@@ -107,6 +131,27 @@ class AttentionConfig(_AttentionFields):
         object.__setattr__(self, "n_head", n_head)
         object.__setattr__(self, "n_kv_head", n_kv_head)
         object.__setattr__(self, "d_v", self.d_v or (2 * self.d_model if is_gated else self.d_k))
+        self._check_position()
+
+    def _check_position(self) -> None:
+        """Raise UserError for settings that the kind of positions does not use or allow."""
+        if self.position == "xl":
+            names = ("rope_theta", "far_position", "n_sink", "n_exact", "quantize_window")
+            _check_unused(self, "", names, "position=xl")
+            return
+        _check_unused(self, "", ("pe_wavelength", "p_dropsin"), "position=rope")
+        if self.d_k % 2:
+            raise UserError(f"d_k={self.d_k}: must be even for position=rope")
+        if self.attention == "full" or self.quantize_window:
+            why = "attention=full" if self.attention == "full" else "quantize_window=True"
+            _check_unused(self, "", ("n_sink", "n_exact"), why)
+        if self.n_exact and not self.compressive_cache:
+            raise UserError(f"n_exact={self.n_exact} needs compressive_cache=True; use n_sink")
+
+    @property
+    def distant(self) -> int:
+        """The relative position of keys beyond block_len, for position=rope."""
+        return 2 * self.block_len if self.far_position is None else self.far_position
 
     @classmethod
     def for_layer(cls, d_model: int, **options: Any) -> AttentionConfig:
@@ -169,12 +214,23 @@ class ModelConfig(_AttentionFields):
     """Constant factor applied to the features before the output projection."""
     absolute_positions: bool = False
     """Add absolute sinusoids, times a trainable scalar, to the token embeddings."""
+    head_bias: bool = True
+    """Give an untied output projection a bias."""
+    feed_forward: FeedForwardType = "relu2"
+    """Feed-forward layers of mqa, mha and gqa: squared ReLU as in the paper, or SwiGLU."""
+    d_ff: Width | None = None
+    """Width of the feed-forward layers; 4 d_model for mha, 5 d_model for mqa, in between for gqa;
+    two thirds of that for swiglu."""
     commit_coef: NotNegative = 1e-2
     """Weight of the commitment loss in the training loss; 1e-4 in the paper."""
 
     def __post_init__(self) -> None:
         check_fields(self, "model")
         try:
+            if self.head_type == "shga":
+                _check_unused(self, "", ("feed_forward", "d_ff"), "head_type=shga")
+            if self.tie_embeddings:
+                _check_unused(self, "", ("head_bias",), "tie_embeddings=True")
             _ = self.layer  # checks the rest
         except UserError as error:
             names = "|".join(f.name for f in fields(self))
@@ -192,18 +248,16 @@ class ModelConfig(_AttentionFields):
         return 2 if self.head_type == "shga" else 1
 
     @property
-    def d_ff(self) -> int:
-        """Width of the feed-forward layer, 0 if there is none.
-
-        4 d_model for MHA and 5 d_model for MQA as in the paper; in between for GQA.
-        """
+    def feed_forward_width(self) -> int:
+        """Width of the feed-forward layer, 0 if there is none."""
         heads = self.layer.heads
-        if heads.is_gated:
-            return 0
-        if self.head_type != "gqa":
-            return (4 if self.head_type == "mha" else 5) * self.d_model
-        saved = (heads.n_head - heads.n_kv_head) / max(heads.n_head - 1, 1)
-        return 4 * self.d_model + self.d_k * round(saved * heads.n_head)
+        if heads.is_gated or self.d_ff is not None:
+            return self.d_ff or 0
+        width = (4 if self.head_type == "mha" else 5) * self.d_model
+        if self.head_type == "gqa":
+            saved = (heads.n_head - heads.n_kv_head) / max(heads.n_head - 1, 1)
+            width = 4 * self.d_model + self.d_k * round(saved * heads.n_head)
+        return width if self.feed_forward == "relu2" else -(-2 * width // 3)
 
     @classmethod
     def from_dict(cls, values: object) -> ModelConfig:
@@ -216,7 +270,8 @@ def _check_unused(config: object, part: str, names: Iterable[str], setting: str)
     for name in names:
         value = getattr(config, name)
         if value != getattr(type(config), name):
-            problem = f"{part}.{name}={shown(value)}: {setting} does not use it"
+            where = f"{part}.{name}" if part else name
+            problem = f"{where}={shown(value)}: {setting} does not use it"
             raise UserError(f"{problem}; leave it out")
 
 

@@ -205,7 +205,7 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> int:
     S codes and 2 L keys.
     """
     d_model, d_k = config.d_model, config.d_k
-    geometry, d_ff = config.layer.heads, config.d_ff
+    geometry, d_ff = config.layer.heads, config.feed_forward_width
     heads, kv_heads, d_v = geometry.n_head, geometry.n_kv_head, geometry.d_v
     if geometry.is_gated:
         projections = 2 * d_model * (2 * d_k + 3 * d_v)
@@ -252,7 +252,7 @@ def _activation_bytes(config: RunConfig) -> int:
     """
     model, train, mesh = config.model, config.train, config.parallel
     n_rows = train.batch_size // (mesh.n_rows * max(train.accumulate, 1))  # of a micro-batch
-    geometry, d_ff = shard_heads(model.layer.heads, mesh.tp), model.d_ff // mesh.tp
+    geometry, d_ff = shard_heads(model.layer.heads, mesh.tp), model.feed_forward_width // mesh.tp
     heads, kv_heads, d_v = geometry.n_head, geometry.n_kv_head, geometry.d_v
     n_bytes = 2 if train.precision == "bf16" else FLOAT_BYTES
     state_after = _state_bytes(model, train.seq_len, n_bytes, mesh.tp)

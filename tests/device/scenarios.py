@@ -116,10 +116,10 @@ def reading_layer() -> Any:
     """Make a layer read a value."""
     norm = layers.rms_norm
 
-    def rms_norm(x: torch.Tensor) -> torch.Tensor:
-        return norm(x) * (1.0 + 0.0 * x.mean().item())
+    def rms_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+        return norm(x, eps) * (1.0 + 0.0 * x.mean().item())
 
-    return replaced(sys.modules["transformer_vq.nn.attention"], "rms_norm", rms_norm)
+    return replaced(layers, "rms_norm", rms_norm)
 
 
 PADDED = text(n=56)  # the second of two sequences is incomplete

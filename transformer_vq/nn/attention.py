@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from transformer_vq.config import AttentionConfig, Backend, Heads, Reduction
 from transformer_vq.errors import UserError
-from transformer_vq.nn.layers import draw_keep, gated, is_plain, linear, local, rms_norm
+from transformer_vq.nn.layers import RMSNorm, draw_keep, gated, is_plain, linear, local
 from transformer_vq.nn.quantizer import CodeUsage, FindCode, VectorQuantizer, token_priority
 from transformer_vq.ops import packing as pack
 from transformer_vq.ops import position, triton
@@ -29,7 +29,7 @@ from transformer_vq.ops.packing import AttentionInputs, Packing
 from transformer_vq.ops.quadratic import quadratic_attention
 from transformer_vq.ops.reductions import check_method
 from transformer_vq.ops.runtime import execution_on, tensor_tree
-from transformer_vq.ops.state import AttentionState, FullState, VQState
+from transformer_vq.ops.state import AttentionState, FullState, RotaryState, VQState
 
 T = TypeVar("T")
 State = TypeVar("State", bound=AttentionState)
@@ -59,12 +59,24 @@ class AttentionLayer(nn.Module, Generic[State]):
         self.checkpoint_activations = checkpoint_activations
         self.set_heads(config.heads)
         d_model, n_head, n_kv_head = config.d_model, config.heads.n_head, config.heads.n_kv_head
-        self.q_proj = linear(d_model, n_head * self.d_k)
-        self.k_proj = linear(d_model, n_kv_head * self.d_k)
-        self.v_proj = linear(d_model, n_kv_head * self.d_v)
+        has_bias = config.proj_bias != "none"
+        self.input_norm, self.q_norm, self.k_norm = (
+            RMSNorm(width, config.norm_gain, config.norm_eps) if is_used else nn.Identity()
+            for width, is_used in (
+                (d_model, config.norm_input),
+                (self.d_k, config.qk_norm),
+                (self.d_k, config.qk_norm),
+            )
+        )
+        self.q_proj = linear(d_model, n_head * self.d_k, has_bias)
+        self.k_proj = linear(d_model, n_kv_head * self.d_k, has_bias)
+        self.v_proj = linear(d_model, n_kv_head * self.d_v, has_bias)
         self.g_proj = linear(d_model, self.d_v) if config.heads.is_gated else None
-        self.r_proj = linear(d_model, n_kv_head * self.d_k)
-        self.o_proj = linear(n_head * self.d_v, d_model)
+        if config.position == "xl":
+            self.r_proj = linear(d_model, n_kv_head * self.d_k)
+        self.o_proj = linear(n_head * self.d_v, d_model, config.proj_bias == "all")
+        if config.position == "rope":
+            return
         # The biases of queries, with the paper's names. Vectors, not one row per head: optimizers
         # treat parameters by their number of axes.
         self.u = nn.Parameter(torch.zeros(n_head * self.d_k))
@@ -75,6 +87,11 @@ class AttentionLayer(nn.Module, Generic[State]):
         self.heads = heads
         self.n_kv_head, self.n_group = heads.n_kv_head, heads.n_group
         self.d_k, self.d_v = heads.d_k, heads.d_v
+
+    @property
+    def like(self) -> Tensor:
+        """A parameter with the dtype and device of the layer; projections may be quantized."""
+        return self.u if self.config.position == "xl" else self.k_proj.weight
 
     @property
     def content_bias(self) -> Tensor:
@@ -162,12 +179,18 @@ class AttentionLayer(nn.Module, Generic[State]):
 
     def norm(self, x: Tensor) -> Tensor:
         """Return x_tilde, the normalized input of the layer."""
-        return rms_norm(x) if self.config.norm_input else x
+        x_tilde: Tensor = self.input_norm(x)
+        return x_tilde
+
+    def plain_queries(self, x: Tensor) -> Tensor:
+        """Return q, without biases and scale: [b, h, g, t, k]."""
+        q = self.q_proj(x).unflatten(-1, (self.n_kv_head, self.n_group, self.d_k))
+        normed: Tensor = self.q_norm(q)
+        return normed.permute(0, 2, 3, 1, 4)
 
     def queries(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries for content, q + u, and for position, q + v: [b, h, g, t, k] each."""
-        q = self.q_proj(x).unflatten(-1, (self.n_kv_head, self.n_group, self.d_k))
-        q = rms_norm(q).permute(0, 2, 3, 1, 4)
+        q = self.plain_queries(x)
         biases = self.content_bias, self.position_bias
         of_content, of_position = ((q + x.unsqueeze(2)) * self.d_k**-0.25 for x in biases)
         return of_content, of_position
@@ -176,7 +199,7 @@ class AttentionLayer(nn.Module, Generic[State]):
         """Return k: [b, h, t, k] and v: [b, h, t, v]."""
         k = self.k_proj(x).unflatten(-1, (self.n_kv_head, self.d_k)).transpose(1, 2)
         v = self.v_proj(x).unflatten(-1, (self.n_kv_head, self.d_v)).transpose(1, 2)
-        return rms_norm(k) * self.d_k**-0.25, v if self.g_proj is None else F.silu(v)
+        return self.k_norm(k) * self.d_k**-0.25, v if self.g_proj is None else F.silu(v)
 
     def residual(self, wv: Tensor, x: Tensor) -> Tensor:
         """Apply the gate, if any, and the output projection. wv: [b, h, g, t, v]."""
@@ -203,9 +226,11 @@ class AttentionLayer(nn.Module, Generic[State]):
             found["codes"] = state.z
             if state.cache is not None:
                 found["cache"] = state.cache.mean
+            if isinstance(state, RotaryState):
+                found["slots"] = state.slots.k
         shapes = {name: tuple(x.shape[1:]) for name, x in found.items()}
         wanted = self._state_shapes(state)
-        for name in ("keys", "values", "codes", "cache"):
+        for name in ("keys", "values", "codes", "cache", "slots"):
             got, want = shapes.get(name), wanted.get(name)
             if got != want:
                 problem = f"its {name} have shape {got} per row, this layer needs {want}"
@@ -240,10 +265,13 @@ class VQAttention(AttentionLayer[VQState]):
         config = AttentionConfig.for_layer(d_model, **options)
         if config.attention != "vq":
             raise UserError("VQAttention needs attention='vq'; use FullAttention instead")
+        if config.position == "rope" and type(self) is VQAttention:
+            raise UserError("VQAttention has position='xl'; use RotaryVQAttention for 'rope'")
         super().__init__(config, checkpoint_activations)
         self.set_method(reduction, backend)
         names = ("ema_decay", "codebook_init", "revive_below")
         rules: dict[str, Any] = {name: getattr(config, name) for name in names}
+        rules["with_metric"] = config.position == "rope"
         self.quantizer = VectorQuantizer(config.n_code, self.d_k, self.n_kv_head, **rules)
         self.exchange: Callable[[AttentionInputs, VQState], VQState] | None = None
         """Context parallelism: in training, returns the state before this rank's shard."""
@@ -254,8 +282,8 @@ class VQAttention(AttentionLayer[VQState]):
         return VQState.empty(
             *(batch_size, self.n_kv_head, config.block_len, self.d_k, self.d_v, config.n_code),
             compressive_cache=config.compressive_cache,
-            dtype=self.u.dtype,
-            device=self.u.device if device is None else device,
+            dtype=self.like.dtype,
+            device=self.like.device if device is None else device,
         )
 
     def set_method(self, reduction: Reduction, backend: Backend) -> None:
@@ -284,7 +312,7 @@ class VQAttention(AttentionLayer[VQState]):
         if self._is_sharded() or not is_auto:
             return seq_len
         n_scores = batch_size * self.heads.n_head * (self.config.n_code + 2 * block_len)
-        execution = execution_on(self.u.device if device is None else device)
+        execution = execution_on(self.like.device if device is None else device)
         return max(1, execution.segment_scores // (n_scores * block_len)) * block_len
 
     def _attend(
@@ -378,9 +406,9 @@ class FullAttention(AttentionLayer[FullState]):
         super().__init__(config, checkpoint_activations)
 
     def init_state(self, batch_size: int, device: torch.device | None = None) -> FullState:
-        device = self.u.device if device is None else device
+        device = self.like.device if device is None else device
         k, v = (
-            torch.zeros(batch_size, self.n_kv_head, 0, width, dtype=self.u.dtype, device=device)
+            torch.zeros(batch_size, self.n_kv_head, 0, width, dtype=self.like.dtype, device=device)
             for width in (self.d_k, self.d_v)
         )
         return FullState(k, v, torch.zeros(batch_size, dtype=torch.int64, device=device))

@@ -18,13 +18,13 @@ from transformer_vq.ops.runtime import full_precision
 NORM_EPS = 1e-6
 
 
-def rms_norm(x: Tensor) -> Tensor:
+def rms_norm(x: Tensor, eps: float = NORM_EPS) -> Tensor:
     """Apply RMSNorm without gain or bias over the last axis, in float32 or better."""
     exact = x.to(accumulation_dtype(x.dtype))
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        normed: Tensor = _RMSNorm.apply(exact)  # type: ignore[no-untyped-call]
+        normed: Tensor = _RMSNorm.apply(exact, eps)  # type: ignore[no-untyped-call]
         return normed.to(x.dtype)  # torch has a fused kernel on GPUs only
-    return F.rms_norm(exact, x.shape[-1:], eps=NORM_EPS).to(x.dtype)
+    return F.rms_norm(exact, x.shape[-1:], eps=eps).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -34,19 +34,35 @@ class _RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(NORM_EPS).rsqrt_()
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         y: Tensor = x * scale
         ctx.save_for_backward(y, scale)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         y, scale = ctx.saved_tensors
         mean = torch.linalg.vecdot(y, grad).unsqueeze(-1) / y.shape[-1]
-        return torch.addcmul(grad, y, mean, value=-1).mul_(scale)
+        return torch.addcmul(grad, y, mean, value=-1).mul_(scale), None
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over the last axis, in float32 or better, with a trainable gain on request."""
+
+    def __init__(self, width: int, gain: bool = False, eps: float = NORM_EPS) -> None:
+        super().__init__()
+        self.eps = eps
+        self.gain = nn.Parameter(torch.ones(width)) if gain else None
+        self.is_partial = False
+        """Under tensor parallelism, whether each rank normalizes heads of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., width], same shape as the result."""
+        y = rms_norm(x, self.eps)
+        return y if self.gain is None else y * local(self.gain, self.is_partial).to(y.dtype)
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:
@@ -136,12 +152,22 @@ class Head(nn.Linear):
 
 
 class FeedForward(nn.Module):
-    """RMSNorm -> Linear -> ReLU^2 -> Linear, after the attention of MQA, MHA and GQA layers."""
+    """RMSNorm -> Linear -> ReLU^2 -> Linear, or SwiGLU, after the attention of MQA, MHA and GQA."""
 
-    def __init__(self, d_model: int, d_ff: int, checkpoint_activations: bool = False) -> None:
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        checkpoint_activations: bool = False,
+        *,
+        is_gated: bool = False,
+        norm: RMSNorm | None = None,
+    ) -> None:
         super().__init__()
         self.checkpoint_activations = checkpoint_activations
+        self.input_norm = RMSNorm(d_model) if norm is None else norm
         self.in_proj = linear(d_model, d_ff)
+        self.gate_proj = linear(d_model, d_ff) if is_gated else None
         self.out_proj = linear(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,9 +178,15 @@ class FeedForward(nn.Module):
         return self._forward(x)
 
     def _forward(self, x: Tensor) -> Tensor:
-        x = self.in_proj(rms_norm(x))
-        x = F.relu(x).square() if torch.compiler.is_compiling() else _SquaredReLU.apply(x)  # type: ignore[no-untyped-call]
-        y: Tensor = self.out_proj(x)
+        x = self.input_norm(x)
+        h: Tensor = self.in_proj(x)
+        if self.gate_proj is not None:
+            h = gated(h, self.gate_proj(x))
+        elif torch.compiler.is_compiling():
+            h = F.relu(h).square()
+        else:
+            h = _SquaredReLU.apply(h)  # type: ignore[no-untyped-call]
+        y: Tensor = self.out_proj(h)
         return y
 
 

@@ -19,13 +19,21 @@ from transformer_vq.device import meta_device
 from transformer_vq.errors import UserError
 from transformer_vq.files import read_tensors, write_tensors
 from transformer_vq.nn.attention import FullAttention, VQAttention
-from transformer_vq.nn.layers import FeedForward, Head, ScaledSinusoids, draw_keep, rms_norm
+from transformer_vq.nn.layers import FeedForward, Head, RMSNorm, ScaledSinusoids, draw_keep
 from transformer_vq.nn.quantizer import CodeUsage, NotFiniteError
+from transformer_vq.nn.rotary import RotaryFullAttention, RotaryVQAttention
 from transformer_vq.ops.cache import CacheStats, accumulation_dtype
 from transformer_vq.ops.packing import read_packing
 from transformer_vq.ops.reductions import check_method
 from transformer_vq.ops.runtime import check_values, tensor_tree
-from transformer_vq.ops.state import AttentionState, FullState, RowState, VQState
+from transformer_vq.ops.state import (
+    AttentionState,
+    FullState,
+    RotaryState,
+    RowState,
+    Slots,
+    VQState,
+)
 
 
 @tensor_tree
@@ -78,7 +86,10 @@ def _attention_state(tensors: dict[str, Any]) -> AttentionState:
     if "z" not in tensors:
         return FullState(**tensors)
     cache = tensors.get("cache")
-    return VQState(**{**tensors, "cache": None if cache is None else CacheStats(**cache)})
+    tensors = {**tensors, "cache": None if cache is None else CacheStats(**cache)}
+    if "slots" not in tensors:
+        return VQState(**tensors)
+    return RotaryState(**{**tensors, "slots": Slots(**tensors["slots"])})
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,7 @@ class Stack(nn.Module):
             for _ in range(config.n_layer)
             for branch in _layer(config, reduction, backend, checkpoint_activations)
         )
+        self.norm = _final_norm(config)
 
     def _attentions(self) -> list[VQAttention | FullAttention]:
         return [b for b in self.branches if isinstance(b, (VQAttention, FullAttention))]
@@ -228,7 +240,7 @@ class Stack(nn.Module):
 
     def finish(self, x: Tensor) -> Tensor:
         """Return the features from the output of the last branch: [..., d_model]."""
-        return rms_norm(x) if self.config.final_norm else x
+        return x if self.norm is None else self.norm(x)
 
     @torch.no_grad()
     def update_codebooks(self, code_usage: Sequence[CodeUsage]) -> None:
@@ -279,20 +291,32 @@ class Stack(nn.Module):
             layer.check_state(layer_state, batch_size)
 
 
+def _final_norm(config: ModelConfig) -> RMSNorm | None:
+    if not config.final_norm:
+        return None
+    return RMSNorm(config.d_model, config.norm_gain, config.norm_eps)
+
+
 def _layer(
     config: ModelConfig, reduction: Reduction, backend: Backend, checkpoint_activations: bool
 ) -> list[nn.Module]:
     """Return the two residual branches of one transformer layer."""
     options = vars(config.layer) | {"checkpoint_activations": checkpoint_activations}
 
+    is_rotary = config.position == "rope"
+
     def attention() -> nn.Module:
         if config.attention == "full":
-            return FullAttention(**options)
-        return VQAttention(**options, reduction=reduction, backend=backend)
+            return (RotaryFullAttention if is_rotary else FullAttention)(**options)
+        kind = RotaryVQAttention if is_rotary else VQAttention
+        return kind(**options, reduction=reduction, backend=backend)
 
     if config.n_attention == 2:
         return [attention(), attention()]
-    return [attention(), FeedForward(config.d_model, config.d_ff, checkpoint_activations)]
+    norm = RMSNorm(config.d_model, config.norm_gain, config.norm_eps)
+    sizes = config.d_model, config.feed_forward_width, checkpoint_activations
+    is_gated = config.feed_forward == "swiglu"
+    return [attention(), FeedForward(*sizes, is_gated=is_gated, norm=norm)]
 
 
 def initial_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
@@ -311,8 +335,10 @@ def initial_weights(config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     for i in range(config.n_layer):
         for j, branch in enumerate(_layer(config, "auto", "auto", False)):
             yield from named(f"branches.{2 * i + j}", branch)
+    if norm := _final_norm(config):
+        yield from named("norm", norm)
     if not config.tie_embeddings:
-        yield from named("head", Head(config.d_model, config.vocab_size))
+        yield from named("head", Head(config.d_model, config.vocab_size, config.head_bias))
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -356,7 +382,7 @@ class TransformerVQ(Stack):
             self.register_state_dict_post_hook(_omit_tied_weight)  # type: ignore[no-untyped-call]
             self.register_load_state_dict_post_hook(_tie_weights)  # type: ignore[no-untyped-call]
         else:
-            self.head = Head(config.d_model, config.vocab_size)
+            self.head = Head(config.d_model, config.vocab_size, config.head_bias)
 
     def forward(
         self,

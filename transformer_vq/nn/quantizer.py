@@ -93,7 +93,8 @@ def add_usages(
 @dataclass(frozen=True)
 class Quantized:
     """k_hat: [b, h, t, k], z: [b, h, t], commit_loss: scalar, usage: of this call's keys, None
-    in evaluation mode without gradients, codebook: [h, s, k] the codewords.
+    in evaluation mode without gradients, codebook: [h, s, k] the codewords, error: [b, h, t] the
+    squared quantization errors.
     """
 
     k_hat: Tensor
@@ -101,6 +102,7 @@ class Quantized:
     commit_loss: Tensor
     usage: CodeUsage | None
     codebook: Tensor
+    error: Tensor
 
 
 class VectorQuantizer(nn.Module):
@@ -108,11 +110,16 @@ class VectorQuantizer(nn.Module):
 
     The codebook is not a parameter but a pair of float32 buffers, the running sum and count of the
     keys per code. It follows the keys through `update_codebook`, never through a gradient.
+
+    with_metric: measure errors as |(k - c) M|, and add a constant to the scores of each code; M is
+    the buffer `metric`: [h, k, k], the constants are `code_bias`: [h, s]. Calibration sets them.
     """
 
     c_sum: Tensor
     c_count: Tensor
     started: Tensor
+    metric: Tensor | None
+    code_bias: Tensor | None
 
     def __init__(
         self,
@@ -123,6 +130,7 @@ class VectorQuantizer(nn.Module):
         ema_decay: float = 0.99,
         codebook_init: str = "keys",
         revive_below: float = 0.1,
+        with_metric: bool = False,
     ) -> None:
         super().__init__()
         sizes = {"n_code": n_code, "d_k": d_k, "n_head": n_head}.items()
@@ -139,12 +147,18 @@ class VectorQuantizer(nn.Module):
         self.register_buffer("c_sum", torch.empty(n_head, n_code, d_k))
         self.register_buffer("c_count", torch.empty(n_head, n_code))
         self.register_buffer("started", torch.empty((), dtype=torch.bool))
+        metric = torch.empty(n_head, d_k, d_k) if with_metric else None
+        self.register_buffer("metric", metric)
+        self.register_buffer("code_bias", torch.empty(n_head, n_code) if with_metric else None)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.c_sum, std=self.c_sum.shape[1] ** -0.5)
         nn.init.ones_(self.c_count)
         nn.init.constant_(self.started, self.codebook_init == "random")
+        if self.metric is not None and self.code_bias is not None:
+            self.metric.copy_(torch.eye(self.metric.shape[-1]).expand_as(self.metric))
+            nn.init.zeros_(self.code_bias)
 
     @property
     def codebook(self) -> Tensor:
@@ -181,9 +195,10 @@ class VectorQuantizer(nn.Module):
         with full_precision(k.device):
             exact = k.to(accumulation_dtype(k.dtype))
             codebook = self.codebook.to(exact.dtype)
-            z = (find_code or nearest_code)(exact.detach(), codebook)
+            measured, codes = self._measured(exact), self._measured(codebook)
+            z = (find_code or nearest_code)(measured.detach(), codes)
             codeword = lookup(codebook, z)
-            error = (exact - codeword).square().sum(-1)  # [b, h, t]
+            error = (measured - lookup(codes, z)).square().sum(-1)  # [b, h, t]
             if valid is not None:
                 error = error * valid[:, None]
             n_tokens = error[:, 0].numel() if valid is None else valid.sum().clamp(min=1)
@@ -191,17 +206,27 @@ class VectorQuantizer(nn.Module):
             k_hat = codeword.to(k.dtype) + (k - k.detach())
             usage = None
             if self.training or torch.is_grad_enabled():  # not needed for prefill and evaluation
-                usage = self._usage(exact.detach(), z, error.detach(), valid, priority)
-            return Quantized(k_hat, z, error.sum() / n_tokens, usage, codebook)
+                energy = measured.detach().square().sum(-1)
+                usage = self._usage(exact.detach(), z, error.detach(), energy, valid, priority)
+            return Quantized(k_hat, z, error.sum() / n_tokens, usage, codebook, error)
+
+    def _measured(self, x: Tensor) -> Tensor:
+        """Return keys or codewords in the space in which errors are measured: [..., h, t, k]."""
+        return x if self.metric is None else x @ self.metric.to(x.dtype)
 
     def _usage(
-        self, k: Tensor, z: Tensor, error: Tensor, valid: Tensor | None, priority: Tensor | None
+        self,
+        k: Tensor,
+        z: Tensor,
+        error: Tensor,
+        energy: Tensor,
+        valid: Tensor | None,
+        priority: Tensor | None,
     ) -> CodeUsage:
         n_code = self.c_sum.shape[1]
         by_head = k.transpose(0, 1).flatten(1, 2)  # [h, b * t, k]
         counted = None if valid is None else valid.flatten()
         total, count = code_sums(z.transpose(0, 1).flatten(1), by_head, n_code, counted)
-        energy = k.square().sum(-1)
         if valid is not None:
             energy = energy * valid[:, None]
         usage = CodeUsage(total, count, error.sum((0, 2)), energy.sum((0, 2)))
@@ -252,10 +277,11 @@ class VectorQuantizer(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> VectorQuantizer:
         """Move and cast like any module, but keep the running sums in float32 or better."""
-        before = self.c_sum, self.c_count
+        before = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.c_sum.dtype.itemsize < 4:
-            self.c_sum, self.c_count = (x.to(self.c_sum.device) for x in before)
+            for name, x in before.items():
+                self._buffers[name] = None if x is None else x.to(self.c_sum.device)
         return self
 
 

@@ -113,6 +113,48 @@ class VQState(AttentionState):
 
 @tensor_tree
 @dataclass(frozen=True)
+class Slots:
+    """Evicted tokens that stay exact: attention sinks first, then others, the newest last.
+
+    k: [b, h, e, k], v: [b, h, e, v], z: [b, h, e] their codes, age: [b, h, e] distance to the next
+    token, 0 for an empty slot.
+    """
+
+    k: Tensor
+    v: Tensor
+    z: Tensor
+    age: Tensor
+
+
+@tensor_tree
+@dataclass(frozen=True)
+class RotaryState(VQState):
+    """The state of VQ attention with rotary positions: k holds keys before their rotation.
+
+    kind: [b, h, L] of int8, what happens to a token of the window when it is evicted: CODED tokens
+    are merged into the cache, EXACT and SINK tokens move to a slot.
+    """
+
+    kind: Tensor = field(kw_only=True)
+    slots: Slots = field(kw_only=True)
+
+    @classmethod
+    def with_slots(cls, state: VQState, n_slot: int) -> RotaryState:
+        """Return an empty state with n_slot slots. state: an empty state without slots."""
+
+        def empty(x: Tensor) -> Tensor:
+            return x.new_zeros(*x.shape[:2], n_slot, *x.shape[3:])
+
+        k, v, z = state.k, state.v, state.z
+        slots = Slots(empty(k), empty(v), empty(z), empty(z))
+        return cls(k, v, state.position, z, state.cache, kind=z.to(torch.int8), slots=slots)
+
+
+CODED, EXACT, SINK = 0, 1, 2  # kinds of tokens in the window of a `RotaryState`
+
+
+@tensor_tree
+@dataclass(frozen=True)
 class FullState(AttentionState):
     """The state of full attention: all keys and values."""
 

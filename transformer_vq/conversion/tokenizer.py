@@ -20,8 +20,8 @@ from transformer_vq.data.tokenizers import (
 )
 from transformer_vq.errors import UserError, import_extra
 from transformer_vq.files import read_object, write_json
+from transformer_vq.training.loading import GENERATION
 
-GENERATION = "generation_config.json"
 SAMPLING = ("temperature", "top_p", "top_k")
 
 

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
     from transformer_vq.nn.attention import AttentionOutput, FullAttention, VQAttention
     from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
     from transformer_vq.nn.quantizer import CodebookHealth, CodeUsage, VectorQuantizer
+    from transformer_vq.nn.rotary import RotaryFullAttention, RotaryVQAttention
     from transformer_vq.ops.blockwise import encoder_attention, vq_attention
     from transformer_vq.ops.packing import document_ids_from_starts
-    from transformer_vq.ops.state import AttentionState, FullState, VQState
+    from transformer_vq.ops.state import AttentionState, FullState, RotaryState, VQState
     from transformer_vq.presets import PRESETS
     from transformer_vq.progress import Reporter, TerminalReporter
     from transformer_vq.training.checkpoint import LoadedRun, TrainingResult, load_run
@@ -61,10 +62,11 @@ _MODULES = {
     "interop": "load_official official_names",
     "nn.attention": "AttentionOutput FullAttention VQAttention",
     "nn.model": "ModelOutput ModelState TransformerVQ",
+    "nn.rotary": "RotaryFullAttention RotaryVQAttention",
     "nn.quantizer": "CodeUsage CodebookHealth VectorQuantizer",
     "ops.blockwise": "encoder_attention vq_attention",
     "ops.packing": "document_ids_from_starts",
-    "ops.state": "AttentionState FullState VQState",
+    "ops.state": "AttentionState FullState RotaryState VQState",
     "presets": "PRESETS",
     "progress": "Reporter TerminalReporter",
     "training.checkpoint": "LoadedRun TrainingResult load_run",
@@ -95,6 +97,9 @@ __all__ = [  # noqa: RUF022
     "PRESETS",
     "ParallelConfig",
     "Reporter",
+    "RotaryFullAttention",
+    "RotaryState",
+    "RotaryVQAttention",
     "RunConfig",
     "RunEvaluation",
     "Sampling",

@@ -15,9 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from transformer_vq.config import ModelConfig
+from transformer_vq.device import evaluating
+from transformer_vq.errors import UserError
 from transformer_vq.nn.attention import FullAttention, VQAttention
 from transformer_vq.nn.layers import NORM_EPS, is_plain
-from transformer_vq.nn.model import ModelState, TransformerVQ
+from transformer_vq.nn.model import ModelOutput, ModelState, TransformerVQ
 from transformer_vq.ops import triton
 from transformer_vq.ops.cache import accumulation_dtype, lookup
 from transformer_vq.ops.decode import DecodeState, Step, Token, attend_one_
@@ -32,6 +35,8 @@ class Decoder:
     room: maximum number of new tokens; needed for full attention only, whose state grows.
     state_dtype: that of the values in the state, for VQ attention. bfloat16 halves what a step
     reads of it; means are still updated in float32.
+
+    Models with rotary positions or gains of norms are run by `forward`, one token at a time.
     """
 
     def __init__(
@@ -42,6 +47,10 @@ class Decoder:
         state_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
+        self._by_forward = None if _has_constants(model.config) else state.detach()
+        """The state, if steps are those of `forward`."""
+        if self._by_forward is not None:
+            return
         self._position = state.position.clone()
         states = state.detach().layers
         self._dtype = states[0].v.dtype
@@ -60,6 +69,11 @@ class Decoder:
     @torch.no_grad()
     def step(self, tokens: Tensor) -> Tensor:
         """Decode one token per row. tokens: [b] -> logits of the next token: [b, vocab_size]."""
+        if self._by_forward is not None:
+            with evaluating(self.model):
+                output: ModelOutput = self.model(tokens.unsqueeze(1), self._by_forward)
+            self._by_forward = output.state
+            return output.logits[:, 0]
         x = self.model.embed(tokens.long())
         if self.model.positions is not None:
             x = x + self.model.positions(self._position)
@@ -76,12 +90,17 @@ class Decoder:
     @torch.no_grad()
     def write_row_(self, row: int, state: ModelState) -> None:
         """Replace the state of one row by another state of one row; VQ attention only."""
+        if self._by_forward is not None:
+            self._by_forward = self._by_forward.with_row(row, state.detach())
+            return
         assert self._state is not None
         self._position[row] = state.position[0]
         self._state.write_row_(row, state.detach().vq_layers, self._codebooks)
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield all tensors that stay at their addresses: constants, and the state of VQ layers."""
+        if self._by_forward is not None:
+            raise UserError("compiled decoding is for position='xl' without gains of norms only")
         yield self._position
         if self._state is not None:
             yield from self._state.tensors()
@@ -91,10 +110,18 @@ class Decoder:
 
     def state(self) -> ModelState:
         """Return a copy of the state, for `forward` or another decoder."""
+        if self._by_forward is not None:
+            return self._by_forward
         if self._state is not None:
             return ModelState(self._state.states(self._codebooks, self._dtype))
         full = [layer for layer in self._layers if isinstance(layer, _FullLayer)]
         return ModelState(tuple(layer.state() for layer in full))
+
+
+def _has_constants(config: ModelConfig) -> bool:
+    """Return whether `_VQLayer` or `_FullLayer` computes the layers of a model."""
+    is_plain = config.qk_norm and not config.norm_gain and config.norm_eps == NORM_EPS
+    return config.position == "xl" and (is_plain or config.attention == "full")
 
 
 class _VQLayer:

@@ -6,16 +6,17 @@ the cache holds them; see `ops.rotary`. Full attention is that of Llama and its 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from transformer_vq.config import Backend, Reduction
 from transformer_vq.errors import UserError
 from transformer_vq.nn.attention import AttentionOutput, FullAttention, VQAttention
 from transformer_vq.ops import packing as pack
+from transformer_vq.ops.cache import accumulation_dtype
 from transformer_vq.ops.packing import Packing
 from transformer_vq.ops.rotary import (
     RotaryInputs,
@@ -38,7 +39,7 @@ class RotaryVQAttention(VQAttention):
         # Keys with a larger quantization error are worth a slot; calibration sets the thresholds.
         self.register_buffer("exact_above", torch.zeros(self.n_kv_head))
 
-    def set_method(self, reduction: str, backend: str) -> None:
+    def set_method(self, reduction: Reduction, backend: Backend) -> None:
         super().set_method(reduction, backend)
         if backend == "triton":
             raise UserError("backend='triton' has no kernels for position='rope'; use 'eager'")
@@ -101,7 +102,8 @@ class RotaryFullAttention(FullAttention):
     def sinusoids(self, state: AttentionState, seq_len: int) -> Tensor:
         """Return the rotations of all keys, from the oldest to the newest."""
         places = torch.arange(state.k.shape[-2] + seq_len, device=state.k.device)
-        return rotations(places, self.d_k, self.config.rope_theta, torch.float32)
+        dtype = accumulation_dtype(state.k.dtype)
+        return rotations(places, self.d_k, self.config.rope_theta, dtype)
 
     def _segment(
         self,
@@ -115,7 +117,10 @@ class RotaryFullAttention(FullAttention):
         q = self.plain_queries(x_tilde) * self.d_k**-0.25
         k, v = self.keys_and_values(x_tilde)
         n_past, seq_len = state.k.shape[-2], x.shape[1]
-        k_all, v_all = torch.cat([state.k.to(k.dtype), k], -2), torch.cat([state.v.to(v.dtype), v], -2)
+        k_all, v_all = (
+            torch.cat([state.k.to(k.dtype), k], -2),
+            torch.cat([state.v.to(v.dtype), v], -2),
+        )
         mask = length = None
         if packing is not None or n_past > 0:
             start = -state.position.unsqueeze(-1).expand(-1, seq_len)

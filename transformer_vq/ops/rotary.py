@@ -13,7 +13,6 @@ is exact for a query follows from their positions, so results do not depend on w
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-
 from functools import reduce
 from operator import add
 
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from transformer_vq.ops import packing as pack
-from transformer_vq.ops.cache import CacheStats, accumulation_dtype, block_stats, merge
+from transformer_vq.ops.cache import accumulation_dtype, block_stats, merge
 from transformer_vq.ops.packing import Packing
 from transformer_vq.ops.state import CODED, EXACT, SINK, RotaryState, Slots
 
@@ -51,10 +50,10 @@ class RotaryInputs:
         q, k, v = (x.split(lens, -2) for x in (self.q, self.k, self.v))
         z, kind = (x.split(lens, -1) for x in (self.z, self.kind))
         packings = [None] * len(lens) if self.packing is None else self.packing.split(lens)
-        rest = self.codebook, self.code_bias, self.table
+        parts = zip(q, k, z, v, kind, packings, strict=True)
         return [
-            RotaryInputs(*tensors, *rest, packing)
-            for *tensors, packing in zip(q, k, z, v, kind, packings, strict=True)
+            replace(self, q=q, k=k, z=z, v=v, kind=kind, packing=packing)
+            for q, k, z, v, kind, packing in parts
         ]
 
 

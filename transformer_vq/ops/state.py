@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_with_path
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_with_path
 
 from transformer_vq.ops.cache import CacheStats
 from transformer_vq.ops.runtime import tensor_tree
@@ -39,6 +39,16 @@ class RowState:
             return torch.where(rows.view(-1, *[1] * (x.ndim - 1)), torch.zeros_like(x), x)
 
         return _map(clear, self, only_rows=True)
+
+    def with_row(self, row: int, other: Self) -> Self:
+        """Return a copy in which a row is replaced by a state of one row."""
+
+        def replaced(x: Any, new: Any) -> Any:
+            index = torch.tensor([row], device=x.device)
+            return x.index_copy(0, index, new.to(x.dtype))
+
+        mapped: Self = tree_map(replaced, self, other)
+        return mapped
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move all tensors to another device, with the arguments of `Tensor.to`."""

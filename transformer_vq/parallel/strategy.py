@@ -56,6 +56,8 @@ def check_mesh(config: RunConfig, mesh: ParallelConfig) -> None:
     if mesh.cp > 1 and model.attention == "full":
         problem = f"parallel.cp={mesh.cp} requires model.attention=vq, because full attention"
         raise UserError(f"{problem} keeps all keys; use model.attention=vq or parallel.cp=1")
+    if mesh.cp > 1 and model.position == "rope":
+        raise UserError(f"parallel.cp={mesh.cp} requires model.position=xl; use parallel.cp=1")
     if mesh.cp > 1 and train.backprop_len % (n := mesh.cp * model.block_len):
         problem = f"train.backprop_len={train.backprop_len} cannot be split into parallel.cp="
         fix = f"use a multiple of {n} (cp x model.block_len)"

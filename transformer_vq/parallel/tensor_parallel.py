@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformer_vq.config import Heads, ModelConfig
 from transformer_vq.errors import UserError
 from transformer_vq.nn.attention import AttentionLayer
-from transformer_vq.nn.layers import FeedForward
+from transformer_vq.nn.layers import FeedForward, RMSNorm
 from transformer_vq.nn.model import TransformerVQ
 
 if TYPE_CHECKING:  # takes a second to load
@@ -42,14 +42,15 @@ ATTENTION: dict[str, Plan] = {
     "heads": {
         **{"q_proj": COLUMN, "k_proj": COLUMN, "r_proj": COLUMN, "v_proj": COLUMN, "o_proj": ROW},
         **{"u": 0, "v": 0, "quantizer.c_sum": 0, "quantizer.c_count": 0},
+        **{"quantizer.metric": 0, "quantizer.code_bias": 0, "exact_above": 0},
     },
 }
-FEED_FORWARD: Plan = {"in_proj": COLUMN, "out_proj": ROW}
-# The same for the fields of `AttentionState` and `CacheStats`.
+FEED_FORWARD: Plan = {"in_proj": COLUMN, "gate_proj": COLUMN, "out_proj": ROW}
+# The same for the fields of attention states.
 STATE: dict[str, dict[str, int]] = {
     "value columns": {"v": -1, "mean": -1},
     "query heads": {},
-    "heads": {"k": 1, "v": 1, "z": 1, "mean": 1, "count": 1},
+    "heads": {"k": 1, "v": 1, "z": 1, "mean": 1, "count": 1, "kind": 1, "age": 1},
 }
 
 
@@ -95,6 +96,8 @@ def sharded_axes(model: TransformerVQ) -> dict[str, int]:
                 found[f"branches.{number}.{name}"] = how
             elif how != SHARED:
                 found[f"branches.{number}.{name}.weight"] = 1 if how == ROW else 0
+                if how == COLUMN:
+                    found[f"branches.{number}.{name}.bias"] = 0
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     names |= {name for name, _ in model.named_buffers()}
     return {name: axis for name, axis in found.items() if name in names}
@@ -117,7 +120,8 @@ def shard_widths(model: TransformerVQ, mesh: DeviceMesh) -> None:
     for branch in model.branches:
         plan = plan_of(branch, heads)
         named = {name: styles[how]() for name, how in plan.items() if isinstance(how, str)}
-        parallelize_module(branch, mesh, {k: x for k, x in named.items() if getattr(branch, k)})
+        named = {name: x for name, x in named.items() if getattr(branch, name, None) is not None}
+        parallelize_module(branch, mesh, named)
         is_attention = isinstance(branch, AttentionLayer)
         whole = (Replicate(), None) if is_attention else (Replicate(),)
         parallelize_module(
@@ -126,18 +130,27 @@ def shard_widths(model: TransformerVQ, mesh: DeviceMesh) -> None:
         if not isinstance(branch, AttentionLayer):
             continue
         branch.set_heads(shard_heads(heads, n))
+        for norm in (branch.q_norm, branch.k_norm):
+            if isinstance(norm, RMSNorm):
+                norm.is_partial = True
         for name in ("u", "v"):
-            distribute_parameter(branch, name, mesh, plan.get(name))
+            if hasattr(branch, name):
+                distribute_parameter(branch, name, mesh, plan.get(name))
         quantizer = getattr(branch, "quantizer", None)
         if quantizer is not None and sharded(heads) == "heads":
-            for name in ("c_sum", "c_count"):
-                own = getattr(quantizer, name).chunk(n)[mesh.get_local_rank()]
-                setattr(quantizer, name, own.clone())
+            for name, x in branch.named_buffers():
+                if name in plan:
+                    owner = branch.get_submodule(name.rpartition(".")[0])
+                    own = x.chunk(n)[mesh.get_local_rank()].clone()
+                    setattr(owner, name.rpartition(".")[2], own)
         elif quantizer is not None:
             # All ranks have the same keys, so each has an equal share of the loss.
             quantizer.register_forward_hook(
                 lambda _, args, output: replace(output, commit_loss=output.commit_loss / n)
             )
+    for module in model.modules():
+        if isinstance(module, RMSNorm) and module.gain is not None:
+            distribute_parameter(module, "gain", mesh, None)
     if model.positions is not None:
         distribute_parameter(model.positions, "scale", mesh, None)
     embed = RowwiseParallel(input_layouts=Replicate())

@@ -23,7 +23,7 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(INSTALL) '.[dev,plot,text,data,image,log,hf,serve,triton]'
+	$(INSTALL) '.[dev,plot,text,data,image,log,hf,convert,serve,triton]'
 	@touch $@
 
 $(DEMO_STAMP): pyproject.toml constraints.txt | $(BIN)/python

@@ -14,7 +14,7 @@ LAYERS = [
     {"nn"},
     {"data", "evaluation", "generation", "interop", "presets", "config_files"},
     {"parallel"},
-    {"training", "sizes", "plots"},
+    {"training", "conversion", "sizes", "plots"},
     {"hf", "serve", "demo", "doctor"},
     {"cli"},
 ]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         RunConfig,
         TrainConfig,
     )
+    from transformer_vq.conversion.convert import convert
     from transformer_vq.data.corpus import Corpus, Split
     from transformer_vq.data.prepare import prepare
     from transformer_vq.errors import UserError
@@ -47,6 +48,7 @@ _MODULES = {
     "config": (
         "AttentionConfig DataConfig ModelConfig OptimConfig ParallelConfig RunConfig TrainConfig"
     ),
+    "conversion.convert": "convert",
     "data.corpus": "Corpus Split",
     "data.prepare": "prepare",
     "errors": "UserError",
@@ -110,6 +112,7 @@ __all__ = [  # noqa: RUF022
     "VQAttention",
     "VQState",
     "VectorQuantizer",
+    "convert",
     "document_ids_from_starts",
     "encoder_attention",
     "evaluate",

@@ -14,6 +14,7 @@ from typing import Any
 EXTRAS = {
     "datasets": "data",
     "fastapi": "serve",
+    "gguf": "convert",
     "lm-eval": "clients",
     "matplotlib": "plot",
     "pillow": "image",

@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sample": ("transformer_vq.cli.sample", "generate text or images"),
     "serve": ("transformer_vq.cli.serve", "serve a model: OpenAI API, and a page to try it"),
     "prepare": ("transformer_vq.cli.prepare", "tokenize a dataset; download enwik8"),
+    "convert": ("transformer_vq.cli.convert", "convert a Llama, Mistral or Qwen model to a run"),
     "export": ("transformer_vq.cli.export", "export a run to Hugging Face transformers"),
     "info": ("transformer_vq.cli.info", "show parameters, FLOPs, state size and memory"),
     "config": ("transformer_vq.cli.config", "print a config file to start from"),

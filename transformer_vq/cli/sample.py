@@ -12,7 +12,7 @@ from transformer_vq.cli.arguments import Checkpoint, Device, Json, Matmul, Overw
 from transformer_vq.cli.output import computing, print_json
 from transformer_vq.config import Rows, Seed
 from transformer_vq.errors import UserError
-from transformer_vq.generation import NEW_TOKENS, TEMPERATURE, TOP_P
+from transformer_vq.generation import NEW_TOKENS
 
 if TYPE_CHECKING:
     from transformer_vq.data.tokenizers import Tokenizer
@@ -37,12 +37,14 @@ class SampleOptions:
     constant."""
     tokens: Annotated[int, Range(0, 2**40)] = NEW_TOKENS
     """Maximum number of tokens to generate."""
-    temperature: float = TEMPERATURE
-    """Softmax temperature; below 1 favors likely tokens, 0 always chooses the most likely one."""
-    top_p: float = TOP_P
-    """Nucleus sampling: keep the most likely tokens that together reach this probability."""
+    temperature: float | None = None
+    """Softmax temperature; below 1 favors likely tokens, 0 always chooses the most likely one. None
+    uses that of a converted model, else 1."""
+    top_p: float | None = None
+    """Nucleus sampling: keep the most likely tokens that together reach this probability. None uses
+    that of a converted model, else 0.95."""
     top_k: int | None = None
-    """Sample from the k most likely tokens only."""
+    """Sample from the k most likely tokens only. None uses that of a converted model, else all."""
     seed: Seed | None = None
     """Random seed; the same seed gives the same samples."""
     batch: Rows = 1
@@ -78,14 +80,14 @@ def run(arguments: list[str]) -> None:
 
     from transformer_vq.device import find_device, matmul_precision
     from transformer_vq.files import check_can_write
-    from transformer_vq.generation.sampling import Sampling
     from transformer_vq.training.checkpoint import load_model, read_config, read_tokenizer
+    from transformer_vq.training.loading import read_sampling
     from transformer_vq.training.packaged import find_run
 
-    sampling = Sampling(options.temperature, options.top_p, options.top_k)
     check_can_write("--out", options.out, options.overwrite)
     check_can_write("--save-state", options.save_state, options.overwrite)
     folder = find_run(options.run)
+    sampling = read_sampling(folder).override(options.temperature, options.top_p, options.top_k)
     has_images = read_config(folder).data.has_images
     for name in TEXT_ONLY if has_images else IMAGES_ONLY:
         if getattr(options, name) != getattr(SampleOptions, name):

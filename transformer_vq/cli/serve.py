@@ -90,6 +90,7 @@ def run(arguments: list[str]) -> None:
         has_images,
         load_model_and_tokenizer,
         read_chat_template,
+        read_sampling,
     )
 
     with computing("reduce --slots"):
@@ -123,7 +124,11 @@ def run(arguments: list[str]) -> None:
             )
             shown = options.name or Path(name).resolve().name
             serve(
-                Service(shown, engine, contexts, limits, key, read_chat_template(name)),
+                Service(
+                    *(shown, engine, contexts, limits, key),
+                    chat_template=read_chat_template(name),
+                    sampling=read_sampling(name),
+                ),
                 options.host,
                 options.port,
                 options.allow_hosts,

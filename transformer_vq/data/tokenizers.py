@@ -30,7 +30,7 @@ MAX_CHUNK_CHARS = 1 << 24  # a text without usable line ends is divided here
 _SURROGATES = re.compile("[\ud800-\udc7f\udd00-\udfff]")  # except those of surrogateescape
 _SPACE = "\u2581"  # SentencePiece's replacement for a space inside pieces
 _BOS_NAMES = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]")
-_EOS_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]")
+EOS_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]")
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 # Examples of texts before and after a line end, to find out if a text may be divided there. Both
 # sides of a line end must not be white space.
@@ -49,6 +49,8 @@ class Tokenizer:
     """The token before each document."""
     eod: int | None
     """The token after each document; None if documents have no end token."""
+    stops: tuple[int, ...] = ()
+    """Further tokens that end a text, such as the end of a message."""
     cuts: re.Pattern[str] | None
     """Places where a text may be divided without changing its tokens; None if there are none."""
     _content: bytes
@@ -209,6 +211,8 @@ class HFTokenizer(Tokenizer):
             problem = f"{path} has no bos and no eos token, or not those of {CONFIG_FILE}"
             raise DataError(problem + '; name one of its tokens there: {"eos_token": "..."}')
         self.bos, self.eod = ends[0], ends[-1] if end_of_document else None
+        self.stops = tuple(vocab[x] for x in self.settings.get("stop_tokens", ()) if x in vocab)
+        self.vocab_size = max(self.vocab_size, self.settings.get("padded_vocab_size", 0))
         self.names = {token: name for name, token in vocab.items()}
         self._content = _as_trained(content, layout, self.names[self.bos], self.bos)
         added = self._model.get_added_tokens_decoder()
@@ -280,7 +284,10 @@ class HFTokenizer(Tokenizer):
 
 
 def _read_settings(path: Path, model: Any) -> dict[str, Any]:
-    """Return bos_token, eos_token and chat_template of the files next to a tokenizer.json.
+    """Return bos_token, eos_token, chat_template and so on of the files next to a tokenizer.json.
+
+    stop_tokens are further tokens that end a text. padded_vocab_size is that of a model that has
+    more tokens than the vocabulary, which have no text.
 
     If no file names bos or eos, they are recognized by common names among the special tokens.
     """
@@ -291,13 +298,14 @@ def _read_settings(path: Path, model: Any) -> dict[str, Any]:
         for name in ("bos_token", "eos_token"):  # stored as text or as an object
             token = given.get(name)
             found[name] = token.get("content") if isinstance(token, dict) else token
-        found["chat_template"] = given.get("chat_template")
+        for name in ("chat_template", "stop_tokens", "padded_vocab_size"):
+            found[name] = given.get(name)
     if path.name == JSON_FILE and template.is_file():
         found["chat_template"] = template.read_text("utf-8", errors="replace")
     if not (found.get("bos_token") or found.get("eos_token")):
         special = {x.content for x in model.get_added_tokens_decoder().values() if x.special}
         found["bos_token"] = next((name for name in _BOS_NAMES if name in special), None)
-        found["eos_token"] = next((name for name in _EOS_NAMES if name in special), None)
+        found["eos_token"] = next((name for name in EOS_NAMES if name in special), None)
     return {name: value for name, value in found.items() if value is not None}
 
 

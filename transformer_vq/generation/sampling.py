@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,6 +34,13 @@ class Sampling:
             raise UserError(f"top_p={self.top_p}: must be above 0 and at most 1")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k}: must be at least 1, or None")
+
+    def override(
+        self, temperature: float | None, top_p: float | None, top_k: int | None
+    ) -> Sampling:
+        """Return these rules with the values that are not None."""
+        given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        return replace(self, **{name: x for name, x in given.items() if x is not None})
 
     @property
     def is_greedy(self) -> bool:

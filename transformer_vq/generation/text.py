@@ -107,7 +107,8 @@ def sample_text(
     """
     streams = [TextStream(tokenizer, stop) for _ in range(len(context.logits))]
     ended = [False] * len(streams)
-    stop_tokens = (tokenizer.eod,) if stop_at_end and tokenizer.eod is not None else ()
+    ends = {*tokenizer.stops, *([] if tokenizer.eod is None else [tokenizer.eod])}
+    stop_tokens = tuple(sorted(ends)) if stop_at_end else ()
 
     def show(row: int, text: str) -> None:
         if row == 0 and text:

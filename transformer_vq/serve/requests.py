@@ -103,7 +103,7 @@ class Generation:
         self.request = request
         self._notify = notify
         self._text = TextStream(tokenizer, request.stop)
-        self._eod = tokenizer.eod
+        self._ends = {tokenizer.eod, *tokenizer.stops}
         self._scores_prompt = request.scores_prompt and request.n_logprobs is not None
         self._rng = np.random.default_rng([request.seed, request.sample])
         self.submitted = time.monotonic()
@@ -176,7 +176,7 @@ class Generation:
     def add(self, token: int, logits: Tensor) -> None:
         """Report a token that was chosen by its logits, or finish with it."""
         self.n_new += 1
-        if token == self._eod:
+        if token in self._ends:
             self.finish("stop", self._text.end())
             return
         n_top = self.request.n_logprobs

@@ -13,7 +13,6 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
-from transformer_vq.generation import TEMPERATURE, TOP_P
 
 MAX_MESSAGES = 10_000
 MAX_SAMPLES = 128
@@ -88,8 +87,8 @@ class GenerationBody(Body):
     """What completions and chat completions have in common."""
 
     model: str | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] = TEMPERATURE
-    top_p: Annotated[float, Field(gt=0, le=1)] = TOP_P
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=1)] | None = None
     """Not part of the OpenAI API: sample from the k most likely tokens only."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None

@@ -17,7 +17,7 @@ from fastapi.concurrency import run_in_threadpool
 
 from transformer_vq.data.chat_template import compile_chat_template
 from transformer_vq.data.tokenizers import CHUNK_CHARS, Tokenizer, divide
-from transformer_vq.generation import NEW_TOKENS
+from transformer_vq.generation import NEW_TOKENS, TEMPERATURE, TOP_P
 from transformer_vq.generation.sampling import Sampling
 from transformer_vq.serve.contexts import ContextStore
 from transformer_vq.serve.engine import Engine
@@ -50,6 +50,8 @@ class Service:
     limits: Limits = field(default_factory=Limits)
     api_key: str | None = None
     chat_template: str | None = None  # Jinja template that converts messages to a prompt
+    sampling: Sampling = field(default_factory=lambda: Sampling(TEMPERATURE, TOP_P))
+    """What requests leave out."""
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -88,7 +90,7 @@ class Service:
             Request(
                 prompt=prompt,
                 max_new_tokens=min(NEW_TOKENS, limit) if wanted is None else wanted,
-                sampling=Sampling(body.temperature, body.top_p, body.top_k),
+                sampling=self.sampling.override(body.temperature, body.top_p, body.top_k),
                 seed=seed,
                 sample=sample,
                 stop=tuple(body.stop),
@@ -227,7 +229,8 @@ class Prompts:
                 tokens.append(special[part])
             elif part:
                 tokens += await self._encode(part.replace(mark, ""), "messages")
-        prompt = tokens if tokens[:1] == [self._tokenizer.bos] else self._bos + tokens
+        has_start = any(text.startswith(name) for name in special)  # the template's own
+        prompt = tokens if has_start else self._bos + tokens
         self._count(len(prompt) - self._n_tokens, "messages")  # special tokens
         return prompt
 

@@ -19,7 +19,7 @@ from transformer_vq.evaluation import Evaluation, Protocol, score
 from transformer_vq.parallel.world import join_world
 from transformer_vq.progress import Reporter, progress_bar, reporting
 from transformer_vq.training.checkpoint import load_model, read_config, read_tokenizer
-from transformer_vq.training.packaged import find_run, is_packaged
+from transformer_vq.training.packaged import find_run, has_no_data
 from transformer_vq.training.run_list import model_step
 
 
@@ -70,8 +70,8 @@ def evaluate(
     name, run = str(run), find_run(run)
     config = read_config(run)
     train = config.train
-    if is_packaged(run) and (data is None or data == config.data):
-        raise UserError(f"{name} is in the package, without its data; give --data.path YOUR-TEXTS")
+    if has_no_data(run) and (data is None or data == config.data):
+        raise UserError(f"{name} does not contain its training data; give --data.path YOUR-TEXTS")
     split = split or default_split(run)
     model, which = load_model(run, checkpoint, config)
     with reporting(reporter), join_world(ParallelConfig(), str(device)) as world:
@@ -115,8 +115,8 @@ def evaluate(
 
 
 def default_split(run: Path) -> str:
-    """Return the split that is evaluated by default: all files for a packaged model, else test."""
-    return "all" if is_packaged(run) else "test"
+    """Return the split to evaluate by default: all files for a model without data, else test."""
+    return "all" if has_no_data(run) else "test"
 
 
 def _data_for(run: Path, own: DataConfig, other: DataConfig | None, split: str) -> DataConfig:

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformer_vq.config import DataConfig, ModelConfig, RunConfig
 from transformer_vq.data.tokenizers import TEMPLATE_FILE, TOKENIZER_FILES, Tokenizer, load_tokenizer
 from transformer_vq.device import meta_device
+from transformer_vq.errors import UserError
 from transformer_vq.files import (
     MANIFEST,
     CorruptFileError,
@@ -28,6 +29,8 @@ from transformer_vq.files import (
     read_manifest,
     read_object,
 )
+from transformer_vq.generation import TEMPERATURE, TOP_P
+from transformer_vq.generation.sampling import Sampling
 from transformer_vq.nn.model import TransformerVQ, check_tensors
 from transformer_vq.progress import warn
 from transformer_vq.training.checkpoint import (
@@ -43,6 +46,7 @@ from transformer_vq.training.checkpoint import (
 from transformer_vq.training.packaged import find_run
 from transformer_vq.training.run_list import CONFIG, MODEL
 
+GENERATION = "generation_config.json"  # of exported and of converted models
 INDEX = f"{MODEL}.index.json"  # of exported folders
 MODEL_TYPE, ARCHITECTURE = "transformer_vq", "TransformerVQForCausalLM"
 
@@ -67,6 +71,17 @@ def read_chat_template(path: str | os.PathLike[str]) -> str | None:
     if isinstance(found, dict):
         found = found.get("default")
     return found if isinstance(found, str) else None
+
+
+def read_sampling(path: str | os.PathLike[str]) -> Sampling:
+    """Return how to sample from a model: the settings next to it, else the usual ones."""
+    file = find_run(path) / GENERATION
+    given = read_object(file) if file.is_file() else {}
+    temperature, top_p, top_k = (given.get(name) for name in ("temperature", "top_p", "top_k"))
+    try:
+        return Sampling(TEMPERATURE, TOP_P).override(temperature, top_p, top_k)
+    except (TypeError, UserError) as error:
+        raise CheckpointError(f"{file}: {error}; fix or delete it") from error
 
 
 def load_model_and_tokenizer(
@@ -139,7 +154,7 @@ def _load_export(folder: Path, values: dict[str, Any]) -> TransformerVQ:
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 VOCABULARY = ("tokenizer.json", "*.model")
-SETTINGS = (CONFIG, "generation_config.json", "tokenizer_config.json")
+SETTINGS = (CONFIG, GENERATION, TOKENIZER_CONFIG)
 
 
 def check_export(folder: object, *patterns: str) -> None:

@@ -18,7 +18,8 @@ from transformer_vq.training.run_list import CONFIG
 
 MODELS = Path(__file__).parents[1] / "models"
 ABOUT = "about.json"
-"""The data and the license of a packaged model, which its config does not tell."""
+"""The data and the license of a packaged or converted model, which its config does not tell."""
+HISTORY = "history.jsonl"  # only runs that were trained here have one
 
 
 def packaged_models() -> list[str]:
@@ -42,8 +43,16 @@ def is_packaged(run: Path) -> bool:
     return run.parent == MODELS
 
 
+def has_no_data(run: Path) -> bool:
+    """Return whether a model was not trained here: a packaged or a converted one."""
+    return is_packaged(run) or ((run / ABOUT).is_file() and not (run / HISTORY).exists())
+
+
 def check_not_packaged(run: Path, name: str) -> None:
     """Raise UserError if a run that would be changed is a packaged model."""
     if is_packaged(run):
         command = f"tvq train {name} --train.init-from {name} --data.path YOUR-TEXTS --out RUN"
         raise UserError(f"{name} in the package is read-only; fine-tune it with `{command}`")
+    if has_no_data(run):
+        command = f"tvq train --train.init-from {name} --data.path YOUR-TEXTS --out RUN"
+        raise UserError(f"{name} is a converted model, not a run; fine-tune it with `{command}`")

@@ -1,0 +1,1 @@
+"""Conversion of pretrained Llama-family models; named so because `convert` is the function."""

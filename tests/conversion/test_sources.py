@@ -1,15 +1,10 @@
 """Sources: every supported family equals transformers; everything else is one clear line."""
 
-import json
-import sys
-
 import pytest
 import torch
 import transformers
 from pretrained_models import random_model, write_gguf, write_tokenizer
-from safetensors.torch import load_file, save_file
 
-from transformer_vq import UserError
 from transformer_vq.conversion.convert import load_model
 from transformer_vq.conversion.sources import model_config, open_source
 

@@ -13,7 +13,6 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
-
 MAX_MESSAGES = 10_000
 MAX_SAMPLES = 128
 MAX_STOP = 16

@@ -47,6 +47,7 @@ from transformer_vq.training.packaged import find_run
 from transformer_vq.training.run_list import CONFIG, MODEL
 
 GENERATION = "generation_config.json"  # of exported and of converted models
+SAMPLING = ("temperature", "top_p", "top_k")  # in it
 INDEX = f"{MODEL}.index.json"  # of exported folders
 MODEL_TYPE, ARCHITECTURE = "transformer_vq", "TransformerVQForCausalLM"
 
@@ -77,9 +78,8 @@ def read_sampling(path: str | os.PathLike[str]) -> Sampling:
     """Return how to sample from a model: the settings next to it, else the usual ones."""
     file = find_run(path) / GENERATION
     given = read_object(file) if file.is_file() else {}
-    temperature, top_p, top_k = (given.get(name) for name in ("temperature", "top_p", "top_k"))
     try:
-        return Sampling(TEMPERATURE, TOP_P).override(temperature, top_p, top_k)
+        return Sampling(TEMPERATURE, TOP_P).override(*map(given.get, SAMPLING))
     except (TypeError, UserError) as error:
         raise CheckpointError(f"{file}: {error}; fix or delete it") from error
 

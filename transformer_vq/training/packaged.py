@@ -14,12 +14,14 @@ import os
 from pathlib import Path
 
 from transformer_vq.errors import UserError
+from transformer_vq.training.metrics import HISTORY
 from transformer_vq.training.run_list import CONFIG
 
 MODELS = Path(__file__).parents[1] / "models"
 ABOUT = "about.json"
 """The data and the license of a packaged or converted model, which its config does not tell."""
-HISTORY = "history.jsonl"  # only runs that were trained here have one
+LEGAL = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+"""Files with the terms of a converted model."""
 
 
 def packaged_models() -> list[str]:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 import transformers
 from pretrained_models import random_model, write_gguf, write_tokenizer
 
@@ -162,3 +163,24 @@ def test_hub_names_and_licenses_are_recognized(source):
     assert open_source(source).license == "apache-2.0"
     (source / "README.md").write_text("no header\nlicense: mit\n")
     assert open_source(source).license is None
+
+
+def test_calibrated_run_is_decoded_evaluated_and_described(source, tmp_path, capsys):
+    text = tmp_path / "private" / "cats.txt"
+    text.parent.mkdir()
+    text.write_text("the cat sat on the mat, then that cat ran after another hat.\n" * 300)
+    sizes = ("--block-len", 16, "--n-code", 8, "--n-sink", 2, "--n-exact", 4, "--tokens", 500)
+    command = ("convert", source, "--out", tmp_path / "run", "--data.path", text, *sizes)
+    assert run_command(*command) == 0
+    model, tokenizer, _ = load_run(tmp_path / "run")
+    tokens = torch.tensor([tokenizer.encode("the cat sat on another mat, ran " * 12)])
+    first = model(tokens[:, :50])
+    second = model(tokens[:, 50:], first.state)
+    whole = model(tokens).logits
+    torch.testing.assert_close(second.logits, whole[:, 50:], rtol=1e-3, atol=1e-3)
+    assert run_command("sample", tmp_path / "run", "--prompt", "the cat " * 30, "--tokens", 40) == 0
+    about = (tmp_path / "run" / "about.json").read_text()
+    assert "cats.txt" in about
+    assert "private" not in about
+    assert run_command("export", tmp_path / "run", tmp_path / "export") == 0
+    assert "tokens of cats.txt |" in (tmp_path / "export" / "README.md").read_text()

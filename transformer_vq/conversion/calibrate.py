@@ -31,7 +31,9 @@ from transformer_vq.progress import info, progress_bar
 
 ROW = 4096  # tokens per text
 N_TOKENS = 2**16
-EXACT_SHARE = 0.1  # of the keys; with 256 slots, exact tokens are on average 2,560 tokens old or less
+EXACT_SHARE = (
+    0.1  # of the keys; with 256 slots, exact tokens are on average 2,560 tokens old or less
+)
 ITERATIONS = 12
 READ_LIMIT = 2**28  # bytes; texts after them are not read
 BOOK = Path(__file__).parents[1] / "serve" / "page" / "document.txt"
@@ -121,9 +123,7 @@ def _full_attention(layer: RotaryVQAttention) -> RotaryFullAttention:
     return full.eval()
 
 
-def _calibrate_layer(
-    layer: RotaryVQAttention, x: Tensor, generator: torch.Generator
-) -> float:
+def _calibrate_layer(layer: RotaryVQAttention, x: Tensor, generator: torch.Generator) -> float:
     """Set the buffers of a layer from its inputs, [n, t, d_model]; return the mean squared error.
 
     The error is that of the scores of far tokens.

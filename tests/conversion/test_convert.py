@@ -184,3 +184,20 @@ def test_calibrated_run_is_decoded_evaluated_and_described(source, tmp_path, cap
     assert "private" not in about
     assert run_command("export", tmp_path / "run", tmp_path / "export") == 0
     assert "tokens of cats.txt |" in (tmp_path / "export" / "README.md").read_text()
+
+
+def test_fine_tuned_run_keeps_license_and_settings(run, tmp_path):
+    (tmp_path / "cats.txt").write_text("the cat sat on the mat, then that cat ran.\n" * 300)
+    sizes = ("--train.seq-len", 16, "--train.backprop-len", 16, "--train.eval-tokens", 20)
+    command = ("train", run, "--train.init-from", run, "--data.path", tmp_path / "cats.txt")
+    options = ("--train.steps", 2, "--train.batch-size", 1, "--optim.warmup", 0)
+    cache = ("--data.cache", tmp_path / "cache", "--out", tmp_path / "tuned")
+    assert run_command(*command, *sizes, *options, *cache) == 0
+    _, tokenizer, _ = load_run(tmp_path / "tuned")
+    assert set(tokenizer.stops) == {0, 2}
+    assert read_sampling(tmp_path / "tuned").top_k == 5
+    assert run_command("export", tmp_path / "tuned", tmp_path / "export") == 0
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert "| converted from | `cat-model` |" in card
+    assert "license: apache-2.0" in card
+    assert "| optimizer |" in card

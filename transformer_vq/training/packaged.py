@@ -51,10 +51,8 @@ def has_no_data(run: Path) -> bool:
 
 
 def check_not_packaged(run: Path, name: str) -> None:
-    """Raise UserError if a run that would be changed is a packaged model."""
-    if is_packaged(run):
-        command = f"tvq train {name} --train.init-from {name} --data.path YOUR-TEXTS --out RUN"
-        raise UserError(f"{name} in the package is read-only; fine-tune it with `{command}`")
+    """Raise UserError if a run that would be changed is a packaged or a converted model."""
     if has_no_data(run):
-        command = f"tvq train --train.init-from {name} --data.path YOUR-TEXTS --out RUN"
-        raise UserError(f"{name} is a converted model, not a run; fine-tune it with `{command}`")
+        command = f"tvq train {name} --train.init-from {name} --data.path YOUR-TEXTS --out RUN"
+        kind = "in the package is read-only" if is_packaged(run) else "is a converted model"
+        raise UserError(f"{name} {kind}; fine-tune it with `{command}`")

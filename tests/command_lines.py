@@ -67,6 +67,11 @@ BASES: dict[str, tuple[str, ...]] = {
         "images --path images --cache new-cache",
         "enwik8",
     ),
+    "convert": (
+        "corrupt-run --out new-run",
+        "texts --out new-run --attention full --json",
+        "note.txt --out new-run",
+    ),
     "export": (
         "text-run new-export",
         "books-run new-export",

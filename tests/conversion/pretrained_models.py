@@ -38,7 +38,8 @@ def write_tokenizer(folder, vocab_size=290, **config):
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, initial_alphabet=sorted(alphabet)
     )
-    tokenizer.train_from_iterator(["the cat sat on the mat, then that cat ran"] * 9, trainer)
+    words = "the cat sat on the mat, then that cat ran after another hat of several merchants"
+    tokenizer.train_from_iterator([words, words[::-1]] * 9, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     values = {"eos_token": "<|im_end|>", "chat_template": "{{ messages[0].content }}"} | config
     (folder / "tokenizer_config.json").write_text(json.dumps(values))

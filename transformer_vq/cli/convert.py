@@ -8,9 +8,12 @@ from typing import Annotated
 
 import tyro
 
+from transformer_vq.checks import Range
 from transformer_vq.cli.arguments import Device, Json, parse
 from transformer_vq.cli.output import computing, print_json
 from transformer_vq.config import AttentionType, Count, DataConfig, Seed, Width
+
+Slots = Annotated[int, Range(0, 2**24)]
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,9 @@ class ConvertOptions:
     """Relative position of all older tokens; None uses twice block-len."""
     n_code: Width = 1024
     """Codes per codebook."""
-    n_sink: Annotated[int, tyro.conf.arg(metavar="INT")] = 8
+    n_sink: Slots = 8
     """First tokens of a document that are never quantized."""
-    n_exact: Annotated[int, tyro.conf.arg(metavar="INT")] = 256
+    n_exact: Slots = 256
     """Older tokens that are not quantized because codes represent them worst."""
     tokens: Count | None = None
     """Tokens to calibrate on; None chooses a number."""

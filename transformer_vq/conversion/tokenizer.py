@@ -20,9 +20,7 @@ from transformer_vq.data.tokenizers import (
 )
 from transformer_vq.errors import UserError, import_extra
 from transformer_vq.files import read_object, write_json
-from transformer_vq.training.loading import GENERATION
-
-SAMPLING = ("temperature", "top_p", "top_k")
+from transformer_vq.training.loading import GENERATION, SAMPLING
 
 
 def generation_settings(source: Source) -> dict[str, Any]:
@@ -81,8 +79,11 @@ def _save_fast(source: Source, folder: Path) -> None:
     transformers = import_extra("transformers", "tvq convert", "transformers>=5")
     metadata = source.metadata or {}
     try:
-        options = {} if source.gguf is None else {"gguf_file": source.gguf.name}
-        fast = transformers.AutoTokenizer.from_pretrained(source.folder, **options)
+        if source.gguf is None:
+            fast = transformers.AutoTokenizer.from_pretrained(source.folder)
+        else:  # away from other files, which transformers would prefer
+            (folder / "model.gguf").symlink_to(source.gguf.absolute())
+            fast = transformers.AutoTokenizer.from_pretrained(folder, gguf_file="model.gguf")
         if metadata.get("tokenizer.ggml.pre") == "smollm":  # transformers leaves the digits out
             pre = import_extra("tokenizers", "a tokenizer").pre_tokenizers
             parts = [pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,7 +40,7 @@ class Sampling:
         self, temperature: float | None, top_p: float | None, top_k: int | None
     ) -> Sampling:
         """Return these rules with the values that are not None."""
-        given = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+        given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
         return replace(self, **{name: x for name, x in given.items() if x is not None})
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,14 @@ from transformer_vq.data import tokenizers
 from transformer_vq.data.chat_template import read_chat_template, writes_special_tokens
 from transformer_vq.data.tokenizers import TEMPLATE_FILE, HFTokenizer
 from transformer_vq.errors import UserError
-from transformer_vq.files import atomic_folder, read_json, write_json, write_manifest, write_text
+from transformer_vq.files import (
+    atomic_folder,
+    read_json,
+    read_object,
+    write_json,
+    write_manifest,
+    write_text,
+)
 from transformer_vq.hf.model_card import model_card
 from transformer_vq.hf.modeling import TransformerVQForCausalLM
 from transformer_vq.hf.tokenization import TransformerVQTokenizer
@@ -25,6 +33,8 @@ from transformer_vq.training.checkpoint import (
     read_config,
     read_tokenizer,
 )
+from transformer_vq.training.loading import GENERATION, SAMPLING
+from transformer_vq.training.packaged import LEGAL
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -67,6 +77,13 @@ def export(
     wrapped = TransformerVQForCausalLM.from_core(
         model, bos_token_id=tokenizer.bos, eos_token_id=tokenizer.eod, pad_token_id=tokenizer.bos
     )
+    if tokenizer.stops:
+        ends = {*tokenizer.stops, *([] if tokenizer.eod is None else [tokenizer.eod])}
+        wrapped.generation_config.eos_token_id = sorted(ends)
+        if (run / GENERATION).is_file():
+            given = read_object(run / GENERATION)
+            found = {name: given[name] for name in SAMPLING if name in given}
+            wrapped.generation_config.update(do_sample=bool(found), **found)
     card = model_card(run, name or folder.absolute().name, model, which, license_id)
     try:
         with atomic_folder(folder) as partial, ExitStack() as restored:
@@ -86,6 +103,8 @@ def export(
                 special = own.all_special_tokens
                 own.split_special_tokens = not writes_special_tokens(template, special)
                 own.save_pretrained(partial)
+            for path in (x for pattern in LEGAL for x in run.glob(pattern)):
+                shutil.copyfile(path, partial / path.name)
             write_text(partial / "README.md", card)
             write_manifest(partial)
             umask = 0o777 & ~partial.stat().st_mode
@@ -133,6 +152,9 @@ def _write_fast_tokenizer(tokenizer: HFTokenizer, folder: Path, template: str | 
     }
     if tokenizer.eod is not None:
         config["eos_token"] = tokenizer.names[tokenizer.eod]
+    for key in ("stop_tokens", "padded_vocab_size"):
+        if key in tokenizer.settings:
+            config[key] = tokenizer.settings[key]
     if isinstance(chosen, str):
         write_text(folder / TEMPLATE_FILE, chosen)
     elif chosen is not None:  # several templates with names

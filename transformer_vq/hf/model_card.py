@@ -10,18 +10,18 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from transformer_vq.files import CorruptFileError, read_json, read_object
+from transformer_vq.files import CorruptFileError, read_object
 from transformer_vq.hf.configuration import FILE
 from transformer_vq.nn.model import TransformerVQ
 from transformer_vq.plots import positions
 from transformer_vq.progress import warn
 from transformer_vq.training.checkpoint import read_config
 from transformer_vq.training.metrics import finite, read_metrics
-from transformer_vq.training.packaged import ABOUT, is_packaged
+from transformer_vq.training.packaged import ABOUT, has_no_data
 from transformer_vq.training.run_list import model_step
 
 SMALL = 100_000_000  # parameters below which the card warns about the size
-HUB_NAME = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
+HUB_NAME = r"[A-Za-z0-9][\w.-]*(/[\w.-]*)?(?<=[A-Za-z0-9])"
 """Names that the Hub accepts as `base_model`; it rejects a card with any other."""
 TEMPLATE = Path(__file__).with_name("model_card.md")
 
@@ -34,11 +34,12 @@ def model_card(
     """Return the model card of a checkpoint of a run.
 
     name: of the model, as given to `from_pretrained`. which: the checkpoint, "best" or "step N".
-    license_id: as on the Hub, such as "mit"; by default that of a packaged model, else not stated.
+    license_id: as on the Hub, such as "mit"; by default that of a packaged or
+    converted model, else not stated.
     Paths of the run are reduced to their last part.
     """
     config, rows = read_config(run), read_metrics(run)
-    about = read_json(run / ABOUT) if is_packaged(run) else {}
+    about = read_object(run / ABOUT) if (run / ABOUT).is_file() else {}
     losses = [row for row in finite(rows, "nats_per_token") if row["kind"] == "validation"]
     best = min(losses, key=lambda row: row["nats_per_token"], default={"step": None})
     step: int | None = model_step(run, which) or best["step"]  # an older best model has no step
@@ -46,7 +47,9 @@ def model_card(
     logged = zip(rows, positions(rows, "tokens"), strict=True)  # tokens trained on so far
     n_tokens = max((n for row, n in logged if row["step"] <= (step or 0)), default=0)
     images, linear = config.data.has_images, config.model.attention == "vq"
-    base = config.train.init_from and _base_name(config.train.init_from)
+    base = about.get("source")
+    if base is None and config.train.init_from:
+        base = _base_name(config.train.init_from)
     data = ModelCardData(
         library_name="transformers",
         pipeline_tag="unconditional-image-generation" if images else "text-generation",
@@ -67,6 +70,7 @@ def model_card(
         dtype=str(model.embed.weight.dtype).removeprefix("torch."),
         state_bytes=model.init_state(1).n_bytes if linear else 0,
         about=about,
+        is_trained=not (has_no_data(run) and "source" in about),
         files=[_base_name(path) for path in config.data.path or ()],
         tokenizer="" if images else _base_name(config.data.tokenizer_name),
         base=base,

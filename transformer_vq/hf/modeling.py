@@ -36,7 +36,7 @@ from transformer_vq.nn.model import (
 from transformer_vq.nn.quantizer import CodeUsage, VectorQuantizer
 from transformer_vq.training.loading import WEIGHTS, check_export
 
-SHARED = ("embed", "positions", "branches")
+SHARED = ("embed", "positions", "branches", "norm")
 """The modules of a `Stack`, which core models and adapters share."""
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import reduce
-from operator import add
 
 import torch
 import torch.nn.functional as F
@@ -158,7 +157,7 @@ def _attend_block(
     columns = torch.cat([x.to(accumulation_dtype(dtype)) for x in scores], dim=-1)
     parts = columns.softmax(-1).to(dtype).split([x.shape[-1] for x in scores], dim=-1)
     pairs = zip(parts, values, strict=True)
-    return reduce(add, (torch.einsum("bhgij,bhjv->bhgiv", w, x) for w, x in pairs))
+    return reduce(torch.add, (torch.einsum("bhgij,bhjv->bhgiv", w, x) for w, x in pairs))
 
 
 def _slot_kind(slots: Slots, n_sink: int) -> Tensor:

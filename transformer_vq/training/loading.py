@@ -7,6 +7,7 @@ which is a run folder, a model file or an exported folder. transformers itself i
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from dataclasses import fields
 from fnmatch import fnmatch
@@ -43,10 +44,11 @@ from transformer_vq.training.checkpoint import (
     read_config,
     read_tokenizer,
 )
-from transformer_vq.training.packaged import find_run
+from transformer_vq.training.packaged import ABOUT, LEGAL, find_run
 from transformer_vq.training.run_list import CONFIG, MODEL
 
 GENERATION = "generation_config.json"  # of exported and of converted models
+SAMPLING = ("temperature", "top_p", "top_k")  # in it
 INDEX = f"{MODEL}.index.json"  # of exported folders
 MODEL_TYPE, ARCHITECTURE = "transformer_vq", "TransformerVQForCausalLM"
 
@@ -77,9 +79,8 @@ def read_sampling(path: str | os.PathLike[str]) -> Sampling:
     """Return how to sample from a model: the settings next to it, else the usual ones."""
     file = find_run(path) / GENERATION
     given = read_object(file) if file.is_file() else {}
-    temperature, top_p, top_k = (given.get(name) for name in ("temperature", "top_p", "top_k"))
     try:
-        return Sampling(TEMPERATURE, TOP_P).override(temperature, top_p, top_k)
+        return Sampling(TEMPERATURE, TOP_P).override(*map(given.get, SAMPLING))
     except (TypeError, UserError) as error:
         raise CheckpointError(f"{file}: {error}; fix or delete it") from error
 
@@ -218,6 +219,12 @@ class InitialModel:
         if self._run is None:
             return load_tokenizer(self.path)
         return read_tokenizer(self.path, self._run)
+
+    def copy_terms(self, run: Path) -> None:
+        """Copy license, origin and generation settings of a converted model to a run."""
+        if (self.path / ABOUT).is_file() and "source" in read_object(self.path / ABOUT):
+            for path in (x for name in (ABOUT, GENERATION, *LEGAL) for x in self.path.glob(name)):
+                shutil.copyfile(path, run / path.name)
 
     def weights(self, config: ModelConfig) -> Iterable[tuple[str, Tensor]]:
         """Return the tensors of the model by name, for one with other training settings."""

@@ -14,12 +14,14 @@ import os
 from pathlib import Path
 
 from transformer_vq.errors import UserError
+from transformer_vq.training.metrics import HISTORY
 from transformer_vq.training.run_list import CONFIG
 
 MODELS = Path(__file__).parents[1] / "models"
 ABOUT = "about.json"
 """The data and the license of a packaged or converted model, which its config does not tell."""
-HISTORY = "history.jsonl"  # only runs that were trained here have one
+LEGAL = ("LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+"""Files with the terms of a converted model."""
 
 
 def packaged_models() -> list[str]:
@@ -49,10 +51,8 @@ def has_no_data(run: Path) -> bool:
 
 
 def check_not_packaged(run: Path, name: str) -> None:
-    """Raise UserError if a run that would be changed is a packaged model."""
-    if is_packaged(run):
-        command = f"tvq train {name} --train.init-from {name} --data.path YOUR-TEXTS --out RUN"
-        raise UserError(f"{name} in the package is read-only; fine-tune it with `{command}`")
+    """Raise UserError if a run that would be changed is a packaged or a converted model."""
     if has_no_data(run):
-        command = f"tvq train --train.init-from {name} --data.path YOUR-TEXTS --out RUN"
-        raise UserError(f"{name} is a converted model, not a run; fine-tune it with `{command}`")
+        command = f"tvq train {name} --train.init-from {name} --data.path YOUR-TEXTS --out RUN"
+        kind = "in the package is read-only" if is_packaged(run) else "is a converted model"
+        raise UserError(f"{name} {kind}; fine-tune it with `{command}`")

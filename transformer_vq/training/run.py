@@ -97,6 +97,8 @@ def train(
             _check_is_new(run, world)  # another process may have started a run in the meantime
             if world.is_rank_zero:
                 write_config(run, config, corpus.tokenizer())
+                if start is not None:
+                    start.copy_terms(run)
             record(run, "start", 0, world)
             return _run_loop(TrainingLoop(run, config, corpus, batches, trainer, Progress()))
 
